@@ -93,8 +93,11 @@ def new_lines(folder: Path, cursor: Cursor) -> dict[str, LineFollower]:
 
 
 def count_unsent(folder: Path, name: str) -> int:
-    """Return how many records a tracker has not confirmed; 1 if only the run's end is missing."""
-    cursor = read_cursor(folder, name)
+    """Return how many records a tracker has not confirmed; 1 if it lacks only the end, or its file is damaged."""
+    try:
+        cursor = read_cursor(folder, name)
+    except DataError:
+        return 1
     num_lines = sum(1 for file in new_lines(folder, cursor).values() for _ in file.new_lines())
     return num_lines or int(cursor.ended_at is None)
 
@@ -275,7 +278,7 @@ class TrackerProcess(Callback):
     No method raises. `log` gets one line at a time.
     """
 
-    def __init__(self, folder: Path, names: Sequence[str], log: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, names: Sequence[str], log: Log) -> None:
         self._folder, self._names, self._log = folder, names, log
         self._again = f"flatout track {shlex.quote(str(folder))}"
         self._process: subprocess.Popen[bytes] | None = None
@@ -303,7 +306,7 @@ class TrackerProcess(Callback):
             return
         self._checked_at = time.monotonic()
         for name in self._names:
-            trouble = self._state_of(name)[1]
+            trouble = self._trouble_of(name)
             if trouble != self._troubles.get(name):
                 self._troubles[name] = trouble
                 self._log(f"{name}: {f'{trouble}; records wait in metrics.jsonl' if trouble else 'works again'}")
@@ -322,23 +325,22 @@ class TrackerProcess(Callback):
                 exit_code = self._process.wait(max(0.0, limit_s - NOTICE_AFTER_S))
             if exit_code == 0:
                 return
-        states = {name: self._state_of(name) for name in self._names}
-        for name, (num_unsent, trouble) in states.items():
-            if num_unsent:
-                self._log(f"{name}: {num_unsent:,} records not sent" + (f" ({trouble})" if trouble else ""))
-        if any(num_unsent for num_unsent, _ in states.values()):
+        unsent = {name: count_unsent(self._folder, name) for name in self._names}
+        for name, number in unsent.items():
+            if number:
+                trouble = self._trouble_of(name)
+                self._log(f"{name}: {number:,} records not sent" + (f" ({trouble})" if trouble else ""))
+        if any(unsent.values()):
             going_on = f"sending goes on for {self._linger}; then " if self._process.poll() is None else ""
             self._log(f"{going_on}`{self._again}` sends the rest")
 
-    def _state_of(self, name: str) -> tuple[int, str | None]:
-        """Return how many records a tracker has not confirmed, and why it takes nothing now."""
-        try:
-            num_unsent, trouble = count_unsent(self._folder, name), read_cursor(self._folder, name).trouble
-        except FlatoutError as error:
-            num_unsent, trouble = 1, str(error)
+    def _trouble_of(self, name: str) -> str | None:
         if self._process is not None and self._process.poll():
-            trouble = f"its process ended; see {self._folder / 'trackers' / LOG_NAME}"
-        return num_unsent, trouble
+            return f"its process ended; see {self._folder / 'trackers' / LOG_NAME}"
+        try:
+            return read_cursor(self._folder, name).trouble
+        except FlatoutError as error:
+            return str(error)
 
 
 def forward(run: TrackedRun, parent: int) -> bool:
