@@ -38,7 +38,7 @@ from flatout.launch.supervise import Supervisor
 from flatout.track.callback import Callback, deliver
 from flatout.track.console import RankOutput
 from flatout.track.notebook import open_console
-from flatout.track.run_log import LineFollower, RecordedPictures, read_side_files, record_of
+from flatout.track.run_log import RunFollower, read_side_files
 from flatout.track.trackers import require_installed
 
 ConfigLike = Config | Mapping[str, Any] | str | Path | None
@@ -253,10 +253,7 @@ class _Following(Thread):
         super().__init__(daemon=True)
         self.error: BaseException | None = None
         self._folder, self._callbacks, self._is_over = folder, callbacks, Event()
-        self._started_at = time.time()
-        paths = [folder / f"{name}.jsonl" for name in ("metrics", "answers", "events")]
-        self._files = [LineFollower(path, path.stat().st_size if path.exists() else 0) for path in paths]
-        self._pictures = RecordedPictures(folder)
+        self._started_at, self._follower = time.time(), RunFollower(folder, from_end=True)
 
     def __enter__(self) -> Self:
         if self._callbacks:
@@ -287,11 +284,11 @@ class _Following(Thread):
         if start is not None and start.started_at > self._started_at:
             self._started_at = start.started_at
             self._call(lambda callback: callback.on_start(start))
-        for line in (line for file in self._files for line in file.new_lines()):
-            if (record := record_of(line)) is not None:
-                self._call(partial(deliver, record=self._pictures.put_into(record)))
-            elif "time" in line:
-                self._deliver_event(str(line["kind"]), {key: line[key] for key in line.keys() - {"time", "kind"}})
+        for one in self._follower.news():
+            if not isinstance(one, Mapping):
+                self._call(partial(deliver, record=one))
+            elif "time" in one:
+                self._deliver_event(str(one["kind"]), {key: one[key] for key in one.keys() - {"time", "kind"}})
 
     def _deliver_event(self, kind: str, facts: Mapping[str, Any]) -> None:
         self._call(lambda callback: callback.on_event(kind, facts))

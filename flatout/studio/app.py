@@ -134,7 +134,6 @@ JOBS: dict[str, type[_Body]] = {
 }  # fmt: skip
 # jobs that another job's worker does
 _WORKERS = {"columns": "plan", "samples": "plan", "out": "chat", "push": "chat"}
-ACTIONS = ("train", "stop", "resume", "delete")
 # the pages, and the step of the road that each belongs to
 PAGES = {"data": "data", "plan": "plan", "runs": "runs", "run": "runs", "compare": "runs", "chat": "chat"}
 BodyType = TypeVar("BodyType", bound=_Body)
@@ -162,13 +161,11 @@ def make_app(root: Path, token: str, port: int, log: Callable[[str], None], mode
         Route("/api/run", studio.live),
         Route("/api/build", studio.follow_build),
         Route("/api/settings", studio.settings),
-        Route("/api/rename", studio.rename, methods=["POST"]),
-        Route("/api/notes", studio.notes, methods=["POST"]),
         Route("/report", studio.report),
         Route("/api/upload", studio.upload, methods=["POST"]),
         Route("/api/cancel", studio.cancel, methods=["POST"]),
         *(Route(f"/api/{kind}", studio.run_job, methods=["POST"]) for kind in JOBS),
-        *(Route(f"/api/{action}", studio.control, methods=["POST"]) for action in ACTIONS),
+        *(Route(f"/api/{action}", studio.act, methods=["POST"]) for action in ACTIONS),
         *(Route(f"/{name}", studio.page) for name in PAGES),
     ]
     handlers: dict[Any, Any] = dict.fromkeys((FlatoutError, ClientDisconnect, OSError), studio.refuse)
@@ -259,20 +256,6 @@ class Studio:
         """The settings of a run that differ from their defaults, as text by dotted name: where another one starts."""
         return JSONResponse(self.trainings.settings(self.workspace.run(request.query_params.get("folder", ""))))
 
-    async def rename(self, request: Request) -> Response:
-        """Give a run another name, and its folder too; return the folder."""
-        body = await _read(request, _Rename)
-        renamed = await run_in_threadpool(self.trainings.rename, self.workspace.run(body.folder), body.name)
-        return JSONResponse({"folder": renamed})
-
-    async def notes(self, request: Request) -> Response:
-        """Write a run's note and tags, which a space or a comma parts; return them."""
-        body = await _read(request, _Notes)
-        folder, tags = self.workspace.run(body.folder), re.findall(r"[^\s,]+", body.tags)
-        gone = set(read_side_files(folder).notes.tags) - set(tags)
-        notes = write_notes(folder, note=body.note, add=tags, remove=sorted(gone))
-        return JSONResponse({"note": notes.note, "tags": list(notes.tags)})
-
     def report(self, request: Request) -> Response:
         """The page of a run, as `flatout report` writes it, to save."""
         folder = self.workspace.run(request.query_params.get("folder", ""))
@@ -290,26 +273,24 @@ class Studio:
         await self.workers["build"].close()
         return JSONResponse({})
 
-    async def control(self, request: Request) -> Response:
-        """Start, stop, resume or delete a run."""
-        action, runs = request.url.path.rpartition("/")[2], self.trainings
-        if action == "train":
-            body = await _read(request, _Settings)
-            config = await run_in_threadpool(self.workspace.config, body.settings, body.overrides)
-            answer = {"folder": await run_in_threadpool(runs.start, config)}
-        elif action == "delete":
-            asked = await _read(request, _Delete)
-            answer = await run_in_threadpool(runs.delete, self.workspace.run(asked.folder), asked.others)
-        else:
-            answer = {"folder": (await _read(request, _Folder)).folder}
-            act = runs.stop if action == "stop" else runs.resume
-            await run_in_threadpool(act, self.workspace.run(answer["folder"]))
+    async def act(self, request: Request) -> Response:
+        """Do one of ACTIONS; answer with what it returns."""
+        action = request.url.path.rpartition("/")[2]
+        kind, do = ACTIONS[action]
+        answer = await run_in_threadpool(do, self, await _read(request, kind))
         if action in ("train", "resume") or "trash" in answer:
             # before the run measures the memory that is free; a build goes on
             for name, worker in self.workers.items():
                 if name != "build" or worker.current is None:
                     await worker.close()
         return JSONResponse(answer)
+
+    def notes(self, body: _Notes) -> dict[str, Any]:
+        """Write a run's note and tags, which a space or a comma parts; return them."""
+        folder, tags = self.workspace.run(body.folder), re.findall(r"[^\s,]+", body.tags)
+        gone = set(read_side_files(folder).notes.tags) - set(tags)
+        notes = write_notes(folder, note=body.note, add=tags, remove=sorted(gone))
+        return {"note": notes.note, "tags": list(notes.tags)}
 
     def live(self, request: Request) -> Response:
         """Return the state of a run, and its drawing if the page has an older one."""
@@ -330,6 +311,17 @@ class Studio:
             return JSONResponse({"error": text}, status)
         facts = {"text": text, "current": "", "workspace": self.workspace.root}
         return HTMLResponse(self._templates.get_template("error.html").render(facts), status)
+
+
+# what a page asks for at once: the body of the request, and what does it
+ACTIONS: dict[str, tuple[type[_Body], Callable[[Studio, Any], dict[str, Any]]]] = {
+    "train": (_Settings, lambda own, body: {"folder": own.trainings.start(own.workspace.config(**body.model_dump()))}),
+    "stop": (_Folder, lambda own, body: {"folder": own.trainings.stop(own.workspace.run(body.folder))}),
+    "resume": (_Folder, lambda own, body: {"folder": own.trainings.resume(own.workspace.run(body.folder))}),
+    "rename": (_Rename, lambda own, body: {"folder": own.trainings.rename(own.workspace.run(body.folder), body.name)}),
+    "delete": (_Delete, lambda own, body: own.trainings.delete(own.workspace.run(body.folder), body.others)),
+    "notes": (_Notes, Studio.notes),
+}
 
 
 @cache

@@ -81,8 +81,8 @@ class Trainings:
             self._spawn(folder, folder / CONFIG_FILE)
         return shown
 
-    def resume(self, folder: Path) -> None:
-        """Continue a run that stopped, with its own settings. Raises SecurityError as `Workspace.require_inside`."""
+    def resume(self, folder: Path) -> str:
+        """Continue a stopped run with its own settings; return its folder. Raises as `Workspace.require_inside`."""
         file, shown = _settings_file(folder), self._workspace.relative(folder)
         if file is None:
             raise UsageError(f"{shown} has no {CONFIG_FILE} and no config.yaml; start the run again")
@@ -93,6 +93,7 @@ class Trainings:
         with self._lock:
             self._require_free(folder)
             self._spawn(folder, file)
+        return shown
 
     def delete(self, folder: Path, seen: Sequence[str] | None) -> dict[str, Any]:
         """Move a run that does not train to TRASH; return where, and its `others`: what no run wrote.
@@ -162,12 +163,12 @@ class Trainings:
                 DurableIO().rename(folder, target)
         return shown
 
-    def stop(self, folder: Path) -> None:
-        """Ask a run to save and end. Raises UsageError if it does not run, ResourceError if it is out of reach."""
+    def stop(self, folder: Path) -> str:
+        """Ask a run to save and end; return its folder. Raises UsageError, or ResourceError if it is out of reach."""
         process, shown = self._processes.get(folder), self._workspace.relative(folder)
         if process is not None and process.poll() is None:
             process.terminate()  # a launcher passes it on to its ranks
-            return
+            return shown
         holder = holder_of(folder)
         if holder is None or not holder.trains:
             raise UsageError(f"{shown} is not running" + (f"; it is held by {holder}" if holder else ""))
@@ -182,6 +183,7 @@ class Trainings:
             raise ResourceError(
                 f"{shown} runs as pid {holder.pid}, which cannot be stopped: {error.strerror}"
             ) from error
+        return shown
 
     def state(self, folder: Path) -> str:
         """Return running, complete, stopped, failed, damaged, or interrupted: it wrote no end, as after a power cut."""

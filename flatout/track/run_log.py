@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain
 from os import SEEK_END
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -156,13 +155,25 @@ class RunLog:
 class RunFollower:
     """Follows a run folder: `poll` reads what is new into `log` and returns True if there was anything."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises DataError for a folder that is not a run's."""
+    def __init__(self, folder: Path, *, from_end: bool = False) -> None:
+        """Raises DataError for a folder that is not a run's; `from_end` leaves out what is there by now."""
         if not is_run_folder(folder):
             raise DataError(f"{folder} is not a run folder: it has no {RUN_NAME} of flatout; name the folder of a run")
         self.log = RunLog(folder)
-        self._files = {name: LineFollower(folder / f"{name}.jsonl") for name in ("metrics", "answers", "events")}
+        paths = [folder / f"{name}.jsonl" for name in ("metrics", "answers", "events")]
+        self._files = [LineFollower(path, path.stat().st_size if from_end and path.exists() else 0) for path in paths]
         self._pictures, self._num_unknown = RecordedPictures(folder), 0
+
+    def news(self) -> Iterator[Record | Mapping[str, Any]]:
+        """Yield the records since the last call, with their pictures, and the lines of events."""
+        for file in self._files:
+            for line in file.new_lines():
+                if file.path.name == "events.jsonl":
+                    yield line
+                elif (record := record_of(line)) is not None:
+                    yield self._pictures.put_into(record)
+                else:
+                    self._num_unknown += 1
 
     def poll(self) -> bool:
         """Read what is new."""
@@ -170,29 +181,20 @@ class RunFollower:
         # first, so that no line is missed that was written before the end, and no end of a run that lets go now
         log.holder, log.last_holder = holder_of(log.folder), last_holder_of(log.folder)
         side = read_side_files(log.folder)
-        for line in chain(self._files["metrics"].new_lines(), self._files["answers"].new_lines()):
-            has_news = self._add(line) or has_news
-        for line in self._files["events"].new_lines():
-            log.events.append(line)
+        kinds: dict[type, list[Any]] = {StepRecord: log.steps, EvalRecord: log.evals, AnswersRecord: log.answers}
+        for one in self.news():
             has_news = True
+            if isinstance(one, Mapping):
+                log.events.append(one)
+                continue
+            # a resumed run repeats steps after its checkpoint
+            while (records := kinds[type(one)]) and records[-1].step >= one.step:
+                records.pop()
+            records.append(one)
         has_news = has_news or side != (log.start, log.end, log.notes, log.problems)
         log.start, log.end, log.notes, log.problems = side
-        log.num_bad_lines = sum(file.num_bad for file in self._files.values()) + self._num_unknown
+        log.num_bad_lines = sum(file.num_bad for file in self._files) + self._num_unknown
         return has_news
-
-    def _add(self, line: dict[str, Any]) -> bool:
-        record = record_of(line)
-        if record is None:
-            self._num_unknown += 1
-            return False
-        record, log = self._pictures.put_into(record), self.log
-        kinds: dict[type, list[Any]] = {StepRecord: log.steps, EvalRecord: log.evals, AnswersRecord: log.answers}
-        records = kinds[type(record)]
-        # a resumed run repeats steps after its checkpoint
-        while records and records[-1].step >= record.step:
-            records.pop()
-        records.append(record)
-        return True
 
 
 def read_run(folder: Path) -> RunLog:

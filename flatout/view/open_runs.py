@@ -32,34 +32,29 @@ def find_run(target: str | Path, runs: Path = RUNS, *, needs_results: bool = Fal
     """
     path = Path(target)
     try:
-        named = next((one for one in (path, runs / path) if one.exists()), None)
+        found = next((one for one in (path, runs / path) if one.exists()), None)
     except OSError:  # a name too long for a path, as its reader says
         return path
     known = [str(folder.relative_to(runs)) for folder in run_folders(runs)]
-    if named is not None and not named.is_file() and not (named == runs and known):
-        return named
-    if named is not None:
-        end = f"name a run{_one_of(known, runs)}"
-        if named.is_file():
-            raise DataError(f"{target} is not a run folder but a file; {end}")
-        raise UsageError(f"{target} is the folder of all runs; {end}")
-    near = difflib.get_close_matches(path.name, known, n=1, cutoff=0.6)
-    if near:
+    if found is not None and found.is_file():
+        raise DataError(f"{target} is not a run folder but a file; name a run{_one_of(known, runs)}")
+    if found is not None and not (found == runs and known):
+        return found
+    if found is not None:
+        raise UsageError(f"{target} is the folder of all runs; name a run{_one_of(known, runs)}")
+    if near := difflib.get_close_matches(path.name, known, n=1, cutoff=0.6):
         raise UsageError(f"{target}: no such folder, and no run of that name; did you mean {near[0]}?")
-    end = _one_of(known, runs)
-    if needs_results and known:
-        alone = "none of them is finished" if known[1:] else how_to_finish(runs / known[0])
-        end += f"; {'name a finished one' if finished_runs(runs) else alone}"
-    raise UsageError(f"{target}: no such folder, and no run of that name{end}")
+    is_alone = needs_results and len(known) == 1 and not finished_runs(runs)
+    end = f"; {how_to_finish(runs / known[0])}" if is_alone else ""
+    raise UsageError(f"{target}: no such folder, and no run of that name{_one_of(known, runs)}{end}")
 
 
 def _one_of(known: Sequence[str], runs: Path = RUNS) -> str:
     """Return the end of an error on a name that is no run's: those that are there."""
     if not known:
         return f"; there are no runs in {runs}/ yet: `flatout train` makes one"
-    shown = "the runs here are" if known[1:] else "the run here is"
     states = [f"{name}{'' if (runs / name / 'final').is_dir() else ' (not finished)'}" for name in known[:8]]
-    return f"; {shown} {', '.join(states)}"
+    return f"; runs here: {', '.join(states)}"
 
 
 def find_model(target: str) -> str:
@@ -67,46 +62,37 @@ def find_model(target: str) -> str:
 
     Raises UsageError for a file, and for a name without an owner that is nearly that of a run.
     """
+
+    def here() -> str:
+        """Return the end of an error on what is no model: the finished runs, else the models here."""
+        return _one_of(finished) if (finished := finished_runs()) else other_model(target)
+
     path = Path(target)
+    what = "the folder of a run, an adapter or a model"
     with suppress(OSError):  # a name too long for a path
+        if path.is_file() and path.suffix == ".gguf":
+            command = f"`llama-cli -m {shlex.quote(target)}`"
+            raise UsageError(f"{target} is a GGUF file, for llama.cpp: {command}; or name what it was made of{here()}")
         if path.is_file():
-            if path.suffix == ".gguf":
-                raise UsageError(_gguf(path))
-            end = f"; did you mean {path.parent}?" if len(path.parts) > 1 else _a_model(target)
-            raise UsageError(f"{target} is a file; name the folder of a run, an adapter or a model{end}")
+            end = f"; did you mean {path.parent}?" if len(path.parts) > 1 else here()
+            raise UsageError(f"{target} is a file; name {what}{end}")
         if path.is_dir() and path == RUNS:
-            raise UsageError(f"{path} is the folder of all runs; name a finished one, or a model{_a_model(target)}")
+            raise UsageError(f"{path} is the folder of all runs; name a finished one, or a model{here()}")
         if path.is_dir():
             return target
         if (RUNS / path).is_dir():
             return str(RUNS / path)
-    known = [folder.name for folder in run_folders(RUNS)]
     if path.suffix in _FILE_ENDINGS:
-        end = f"name the folder of a run, an adapter or a model, or a hub id{_a_model(target)}"
-        raise UsageError(f"there is no file {target}; {end}")
+        raise UsageError(f"there is no file {target}; name {what}, or a hub id{here()}")
+    known = [folder.name for folder in run_folders(RUNS)]
     if "/" not in target and (near := difflib.get_close_matches(target, known, n=1, cutoff=0.7)):
         raise UsageError(f"there is no run {target}; did you mean {near[0]}? (on the hub: OWNER/{target})")
     return target
 
 
-def _a_model(target: str | Path) -> str:
-    """Return the end of an error on what is no model: the finished runs, else the models here."""
-    finished = finished_runs()
-    return _one_of(finished) if finished else other_model(str(target))
-
-
 def finished_runs(runs: Path = RUNS) -> list[str]:
     """Return the names of the runs in a folder that have final weights."""
     return [str(folder.relative_to(runs)) for folder in run_folders(runs) if (folder / "final").is_dir()]
-
-
-def _gguf(file: Path) -> str:
-    """Return the error on a GGUF file, which llama.cpp reads, with the command for it and the run that stays here."""
-    program = f"`llama-cli -m {shlex.quote(str(file))}` of llama.cpp"
-    return (
-        f"{file} is a GGUF file, which flatout writes and does not read; chat with it by {program}, or here with the "
-        f"run or model folder that it was made of{_a_model(file)}"
-    )
 
 
 def run_folders(folder: Path) -> list[Path]:
