@@ -223,8 +223,8 @@ class Trainings:
                 row["started_at"] = start.first_started_at
         return sorted(rows, key=lambda row: -row["started_at"])
 
-    def live(self, folder: Path, version: int) -> dict[str, Any]:
-        """Return the state of a run, the end of its output, and its drawing if that is newer than `version`."""
+    def live(self, folder: Path, version: str) -> dict[str, Any]:
+        """Return the state of a run, the end of its output, and its drawing if that is not `version`."""
         answer: dict[str, Any] = {"state": self.state(folder), "output": self._tail(folder)}
         with self._lock, suppress(DataError):  # the run has written nothing yet
             if folder not in self._drawings:
@@ -244,7 +244,7 @@ class Trainings:
                 drawing.not_before_s = now_s + took_s / DRAWING_SHARE
             if steps := drawing.follower.log.steps:
                 answer |= {"step": steps[-1].step, "num_steps": steps[-1].num_steps, "eta_s": steps[-1].eta_s}
-            if drawing.version != version:
+            if str(drawing.version) != version:
                 answer |= {"html": drawing.html, "version": drawing.version}
         return answer
 
