@@ -61,8 +61,8 @@ def headline(summary: RunSummary) -> list[tuple[str, str, str]]:
 # figures of the headline by which one run is the best
 _JUDGED: Mapping[str, tuple[Figure, Callable[[RunSummary], float | None]]] = {
     "Training loss": (STEP["loss"], lambda one: one.last_loss),
-    "Evaluation loss": (EVAL["eval_loss"], lambda one: one.evaluation and one.evaluation.last),
-    "Best evaluation loss": (EVAL["eval_loss"], lambda one: one.evaluation and one.evaluation.best),
+    "Evaluation loss": (EVAL["eval_loss"], lambda one: one.evaluation.last if one.evaluation else None),
+    "Best evaluation loss": (EVAL["eval_loss"], lambda one: one.evaluation.best if one.evaluation else None),
     "Throughput": (STEP["tokens_per_s"], lambda one: one.tokens_per_s),
     "MFU": (STEP["mfu"], lambda one: one.mfu),
 }
