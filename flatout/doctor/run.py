@@ -61,16 +61,15 @@ OPTIONAL = {
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was checked, what was found, and what to do about it. `where` is the node, empty if there is only one.
-
-    With `warn` a run works, but not as well as it could; with `fail` it would not work.
-    """
+    """What was checked, what was found, and what to do about it."""
 
     status: Literal["ok", "warn", "fail"]
+    """warn: a run works, but not as well as it could; fail: it would not work."""
     what: str
     got: str
     do: str = ""
     where: str = ""
+    """The node; empty if there is only one."""
 
 
 ok, warn, fail = partial(Finding, "ok"), partial(Finding, "warn"), partial(Finding, "fail")

@@ -26,22 +26,22 @@ CRASH_SIGNALS = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """When and how a rank started and ended. `exit_code` is None while it runs, and stays None if it was killed.
-
-    `error` is the error it reported, after `step` completed steps and in `phase`; `lost_rank` is the peer that it lost.
-    `killed_by` is the signal that ended it, as seen by its launcher, which then adds step and phase. Times are seconds
-    since 1970.
-    """
+    """When and how a rank started and ended. Times are seconds since 1970."""
 
     rank: int
     pid: int
     started_at: float
     ended_at: float | None = None
     exit_code: int | None = None
+    """None while it runs, and of a rank that was killed."""
     error: str | None = None
+    """The error that it reported."""
     lost_rank: int | None = None
+    """The peer that it lost."""
     step: int | None = None
+    """The completed steps at its end."""
     killed_by: int | None = None
+    """The signal that ended it, as seen by its launcher, which then adds `step` and `phase`."""
     phase: str | None = None
 
     @property
@@ -60,31 +60,30 @@ class RankReport:
 
     def ended(self, exit_code: int, error: BaseException | None = None) -> Self:
         """Return the report with the end of this rank added, at the current time."""
-        if error is None:
-            return replace(self, ended_at=time.time(), exit_code=exit_code)
-        return replace(
-            self,
-            ended_at=time.time(),
-            exit_code=exit_code,
-            error=str(error) if isinstance(error, FlatoutError) else repr(error),
-            lost_rank=error.rank if isinstance(error, PeerLostError) else None,
-            # set by `PeerWatch.guard` on errors of any class
-            step=vars(error).get("step"),
-            phase=vars(error).get("phase"),
+        ended = replace(self, ended_at=time.time(), exit_code=exit_code)
+        return (
+            ended
+            if error is None
+            else replace(
+                ended,
+                error=str(error) if isinstance(error, FlatoutError) else repr(error),
+                lost_rank=error.rank if isinstance(error, PeerLostError) else None,
+                # set by `PeerWatch.guard` on errors of any class
+                step=vars(error).get("step"),
+                phase=vars(error).get("phase"),
+            )
         )
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptOutcome:
-    """How an attempt ended: the failing rank, its exit code, and the reason in one line.
-
-    `crashed_at` is the place where a rank crashed by itself; None for any other end.
-    """
+    """How an attempt ended: the failing rank, its exit code, and the reason in one line."""
 
     exit_code: int
     rank: int | None
     why: str
     crashed_at: str | None = None
+    """The place where a rank crashed by itself; None for any other end."""
 
 
 def classify_attempt(reports: Sequence[RankReport], *, out_of_memory: bool = False) -> AttemptOutcome:

@@ -17,12 +17,14 @@ ENDPOINT = re.compile(r"(?P<host>\[[0-9A-Fa-f:]+\]|[A-Za-z0-9][A-Za-z0-9._-]*):(
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """This node's index among the nodes; elastic if `num_min` < `num_max`. `endpoint` is HOST:PORT of node 0."""
+    """The nodes of a run, and this one among them; elastic if `num_min` < `num_max`."""
 
     num_min: int = 1
     num_max: int = 1
     index: int = 0
+    """This node's."""
     endpoint: str = ""
+    """HOST:PORT of node 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +36,13 @@ class RunHere:
 
 @dataclass(frozen=True, slots=True)
 class SpawnRanks:
-    """Start `num_procs` processes on this node; `gpu` means one for each visible GPU.
-
-    `visible` is CUDA_VISIBLE_DEVICES for them; None leaves it unchanged.
-    """
+    """Start the processes of this node."""
 
     num_procs: int | Literal["gpu"]
+    """How many; gpu: one for each visible GPU."""
     nodes: Nodes
     visible: tuple[str, ...] | None = None
+    """CUDA_VISIBLE_DEVICES for them; None leaves it unchanged."""
 
 
 LaunchMode = RunHere | SpawnRanks

@@ -24,18 +24,16 @@ LAST_CALL_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RendezvousInfo:
-    """The ranks of an attempt: this node's start at `first_rank` of `world`; rank 0's store is at host:port.
-
-    `listener` is the store's socket, set on rank 0's node only. `interface` is the name of the network interface that
-    reaches the other nodes, or None if unknown.
-    """
+    """The ranks of an attempt: this node's start at `first_rank` of `world`; rank 0's store is at host:port."""
 
     first_rank: int
     world: int
     host: str
     port: int
     listener: socket.socket | None = None
+    """The store's socket, on rank 0's node."""
     interface: str | None = None
+    """The network interface that reaches the other nodes, if it is known."""
 
 
 class Rendezvous:

@@ -312,7 +312,10 @@ ACTIONS: dict[str, tuple[type[_Body], Callable[[Studio, Any], dict[str, Any]]]] 
     "train": (_Settings, lambda own, body: {"folder": own.trainings.start(own.workspace.config(**body.model_dump()))}),
     "stop": (_Folder, lambda own, body: {"folder": own.trainings.stop(own.workspace.run(body.folder))}),
     "resume": (_Folder, lambda own, body: {"folder": own.trainings.resume(own.workspace.run(body.folder))}),
-    "rename": (_Rename, lambda own, body: {"folder": own.trainings.rename(own.workspace.run(body.folder), body.name)}),
+    "rename": (
+        _Rename,
+        lambda own, body: {"folder": own.trainings.rename_run(own.workspace.run(body.folder), body.name)},
+    ),
     "delete": (_Delete, lambda own, body: own.trainings.delete(own.workspace.run(body.folder), body.others)),
     "notes": (_Notes, Studio.notes),
 }

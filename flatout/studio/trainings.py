@@ -131,7 +131,7 @@ class Trainings:
             if name not in ("name", "run_dir") and usual.get(name) != value
         }
 
-    def rename(self, folder: Path, name: str) -> str:
+    def rename_run(self, folder: Path, name: str) -> str:
         """Give a run that does not train another name and folder; return it.
 
         Its settings say the new name, so that it resumes there. Raises UsageError for a name that is taken or wrong.

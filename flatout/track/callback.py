@@ -198,12 +198,14 @@ def deliver(callback: Callback, record: Record) -> None:
 
 @dataclass
 class MemoryCallback(Callback):
-    """Keeps what a run reports. `stages` are (wall time, name, text); `step_times_s` is when steps were recorded."""
+    """Keeps what a run reports."""
 
     stages: list[tuple[float, str, str]] = field(default_factory=list)
+    """(Unix time, name, text)."""
     events: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     step_times_s: list[float] = field(default_factory=list)
+    """The Unix time of each record."""
 
     def on_stage(self, name: str, text: str) -> None:
         self.stages.append((time.time(), name, text))

@@ -32,15 +32,15 @@ def find_run(target: str | Path, runs: Path = RUNS, *, needs_results: bool = Fal
     """
     path = Path(target)
     try:
-        found = next((one for one in (path, runs / path) if one.exists()), None)
+        place = next((one for one in (path, runs / path) if one.exists()), None)
     except OSError:  # a name too long for a path, as its reader says
         return path
     known = [str(folder.relative_to(runs)) for folder in run_folders(runs)]
-    if found is not None and found.is_file():
+    if place is not None and place.is_file():
         raise DataError(f"{target} is not a run folder but a file; name a run{_one_of(known, runs)}")
-    if found is not None and not (found == runs and known):
-        return found
-    if found is not None:
+    if place is not None and not (place == runs and known):
+        return place
+    if place is not None:
         raise UsageError(f"{target} is the folder of all runs; name a run{_one_of(known, runs)}")
     if near := difflib.get_close_matches(path.name, known, n=1, cutoff=0.6):
         raise UsageError(f"{target}: no such folder, and no run of that name; did you mean {near[0]}?")
