@@ -95,8 +95,7 @@ class Run:
         Sampled as its generation_config says, unless `temperature` (0: greedy), `top_p` or `top_k` is given. `stream`
         prints each answer as it is generated.
         """
-        from flatout.rollout.chat import Sampling, answer_all
-        from flatout.rollout.prompts import prompt_ids
+        from flatout.rollout.chat import Sampling, answer_all, prompt_ids
 
         check_options(max_new_tokens, temperature, top_p, top_k, seed)
         shown = prompts_in_memory(prompts, images, system)

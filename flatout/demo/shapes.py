@@ -22,8 +22,7 @@ from flatout.demo.write import save_parts, train_tokenizer, write_once
 from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import encode_json
 from flatout.models.load.inference import load_trained, resolve_model_paths
-from flatout.rollout.chat import Sampling, answer_all
-from flatout.rollout.prompts import prompt_ids
+from flatout.rollout.chat import Sampling, answer_all, prompt_ids
 
 NUM_TRAIN, NUM_HELD_OUT = 5000, 200
 # of the held-out questions that must be answered right

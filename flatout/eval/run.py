@@ -5,22 +5,24 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from rich.console import Console
 
 from flatout.config.folders import is_run_folder
 from flatout.config.read import load_config
 from flatout.config.schema import DataConfig
 from flatout.data.build import open_or_build
+from flatout.data.classes import in_order_of
 from flatout.data.prompt_file import Prompt
-from flatout.errors import UsageError
-from flatout.eval.exact_match import score_answers
-from flatout.eval.scores import judge, scores_of
+from flatout.data.token_store import TokenStore
+from flatout.errors import DataError, UsageError
 from flatout.eval.tasks import Tasks, score_tasks
 from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import encode_json, now_utc
@@ -30,10 +32,13 @@ from flatout.io.redact import redacted
 from flatout.models.export import merge
 from flatout.models.load.auto_class import is_scoring
 from flatout.models.load.inference import ModelPaths, load_trained
+from flatout.rollout.chat import Sampling, answer_all, prompt_ids
 from flatout.track.console import ConsoleCallback
 
 # settings of a run's data that decide what a row's tokens are
 _OF_ROWS = {"max_tokens", "too_long", "template", "template_args", "special_tokens", "lost_reasoning", "end_of_turn"}
+# tokens that are scored together, with padding
+_BATCH_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +75,41 @@ class Evaluation:
     def score_answers(
         self, name: str, prompts: Sequence[Prompt], *, ignore_case: bool, max_new_tokens: int
     ) -> list[str]:
-        """Compare answers with those that are accepted; return the lines to print."""
-        num_ended = 0
+        """Compare greedy answers with those that are accepted, without space around them; return the lines to print.
+
+        Raises UsageError for a tokenizer without chat template, DataError for a picture that its processor refuses.
+        """
+
+        def compared(text: str) -> str:
+            return text.strip().casefold() if ignore_case else text.strip()
+
+        num, num_ended, ids = len(prompts), 0, list[Sequence[int]]()
         with _progress() as console:
             console.on_phase("reading prompts")
+            for number, prompt in enumerate(prompts, start=1):
+                try:
+                    ids.append(prompt_ids(self.model, self.tokenizer, prompt.messages, prompt.pictures))
+                except (DataError, UsageError) as error:
+                    raise error.at(prompt.origin or f"prompt {number}") from error
 
             def report_token(prompt: int, is_last: bool, silent_s: float) -> None:
                 nonlocal num_ended
                 num_ended += is_last
-                console.on_phase("answering prompts", num_ended, len(prompts))
+                console.on_phase("answering prompts", num_ended, num)
 
-            options: dict[str, Any] = {"ignore_case": ignore_case, "max_new_tokens": max_new_tokens}
-            marked = score_answers(self.model, self.tokenizer, prompts, on_token=report_token, **options)
-        num_right, num = sum(row["right"] for row in marked), len(marked)
+            texts = answer_all(
+                self.model, self.tokenizer, ids, max_new_tokens=max_new_tokens, sampling=Sampling(temperature=0.0),
+                on_token=report_token,
+            )  # fmt: skip
+        answers, num_right = list[dict[str, Any]](), 0
+        for prompt, text in zip(prompts, texts, strict=True):
+            is_right = compared(text) in map(compared, prompt.accepted)
+            answers.append({"prompt": prompt.text, "answer": text, "accepted": [*prompt.accepted], "right": is_right})
+            num_right += is_right
+        facts = {"ignore_case": ignore_case, "max_new_tokens": max_new_tokens, "num_prompts": num}
+        facts |= {"num_right": num_right, "exact_match": num_right / num}
         line = f"exact match: {num_right} of {num} right ({num_right / num:.1%})"
-        counts = {"num_prompts": num, "num_right": num_right, "exact_match": num_right / num}
-        return [line, self._write(name, {**options, **counts, "answers": marked})]
+        return [line, self._write(name, {**facts, "answers": answers})]
 
     def score_rows(self, file: Path) -> list[str]:
         """Score pairs, or texts with labels; return the lines to print. Rows are read as the run's were."""
@@ -159,3 +183,56 @@ def safe_name(name: str) -> str:
 
 def _progress() -> ConsoleCallback:
     return ConsoleCallback(Console(stderr=True))
+
+
+@torch.no_grad()
+def scores_of(
+    model: Any, store: TokenStore, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> NDArray[np.float64]:
+    """Return the scores (N, K) of a data set's samples, by transformers' own forward pass on padded batches.
+
+    Without a padding token in the model's config, samples are computed one by one.
+    """
+    device, padding_id = model.get_input_embeddings().weight.device, model.config.get_text_config().pad_token_id
+    scores = np.zeros((store.num_samples, model.config.num_labels))
+    order, done = np.argsort(store.lengths, kind="stable")[::-1], 0
+    while done < len(order):
+        longest = int(store.lengths[order[done]])
+        count = 1 if padding_id is None else max(1, _BATCH_TOKENS // longest)
+        rows = order[done : done + count]
+        ids = torch.full((len(rows), longest), padding_id or 0, device=device)
+        mask = torch.zeros_like(ids)
+        for place, index in enumerate(rows):
+            token_ids = torch.tensor(store.sample(int(index)).token_ids.tolist(), device=device)
+            ids[place, : len(token_ids)], mask[place, : len(token_ids)] = token_ids, 1
+        scores[rows] = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.double().cpu().numpy()
+        done += len(rows)
+        on_progress(done, len(order))
+    return scores
+
+
+def judge(scores: NDArray[np.float64], store: TokenStore, labels: Sequence[str]) -> dict[str, Any]:
+    """Return how well scores (N, K) agree with a data set: with its pairs for one score, else with its labels.
+
+    Raises DataError for a data set of another kind, and for labels that the model does not know.
+    """
+    if len(labels) == 1:
+        if not store.meta.counts.get("pairs"):
+            raise DataError(f"{store.meta.sources[0]} has no pairs, which a model with one score is judged by")
+        chosen, rejected = scores[::2, 0], scores[1::2, 0]
+        right = int((chosen > rejected).sum())
+        figures = {"margin": float((chosen - rejected).mean()), "mean_reward": float(scores.mean())}
+        return {"num_pairs": len(chosen), "num_right": right, "accuracy": right / len(chosen), **figures}
+    true = np.asarray(in_order_of(store, labels).extra["class"])
+    predicted = scores.argmax(1)
+    rows, known = list[dict[str, Any]](), list[float]()
+    for number, label in enumerate(labels):
+        is_said, is_there = predicted == number, true == number
+        hits, said, there = int((is_said & is_there).sum()), int(is_said.sum()), int(is_there.sum())
+        f1 = 2 * hits / ((said + there) or 1)
+        known += [f1] if said or there else []
+        shares = {"precision": hits / (said or 1), "recall": hits / (there or 1), "f1": f1}
+        rows.append({"label": label, "num_samples": there, **shares})
+    right, macro_f1 = int((predicted == true).sum()), sum(known) / len(known)
+    figures = {"accuracy": right / len(true), "macro_f1": macro_f1}
+    return {"num_samples": len(true), "num_right": right, **figures, "labels": rows}

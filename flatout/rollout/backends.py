@@ -16,7 +16,6 @@ from flatout.io.host_memory import available_host_bytes
 from flatout.models.packed import PackedBatch, flatten_samples, padded_num_boundaries
 from flatout.models.slot_cache import SlotCache
 from flatout.planner.steps.padded import row_length
-from flatout.rollout.answers import PendingCompletion
 from flatout.rollout.sampler import NoRoomError, followed, pictures_of
 from flatout.rollout.sampler_model import SamplerModel
 
@@ -48,12 +47,10 @@ class Slots:
     mixes = True
 
     def __init__(self, model: SamplerModel, cache: SlotCache) -> None:
-        self._model, self._cache, self._device = model, cache, model.device
-        self._num_answers, device = 0, model.device
-        rows = torch.arange(cache.num_slots + 1, device=device)
-        self._rows, self._boundaries, self._starts = rows, rows.int(), rows.int() * cache.length
-        self._ones = torch.ones_like(rows)
-        self._shifts = torch.zeros_like(rows)
+        self._model, self._cache, self._num_answers = model, cache, 0
+        # steps that are recorded as CUDA graphs read these addresses
+        self._rows = torch.arange(cache.num_slots + 1, device=model.device)
+        self._starts, self._shifts = self._rows.int() * cache.length, torch.zeros_like(self._rows)
 
     def admit(self, groups: Sequence[Group]) -> Tensor:
         admitted, waiting = [], list(groups)
@@ -78,26 +75,16 @@ class Slots:
             start += len(prompt)
         batch = last_rows_of([prompt for prompt, _ in groups], self._model)
         self._shifts[first : self._num_answers] = shifts_of(batch, groups)
-        source, target = (torch.from_numpy(np.concatenate(rows)).to(self._device) for rows in (sources, targets))
+        source, target = (torch.from_numpy(np.concatenate(rows)).to(self._model.device) for rows in (sources, targets))
         self._cache.fill(source, target)
         return self._model.logits(replace(batch, cache=self._cache))
 
     def step(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         count = len(tokens)
         self._cache.append(positions, self._starts[: count + 1], longest)
-        return self._model.logits(
-            PackedBatch(
-                token_ids=tokens,
-                position_ids=positions,
-                cu_seqlens=self._boundaries[: count + 1],
-                max_seqlen=1,
-                label_rows=self._rows[:count],
-                label_ids=tokens,
-                sample_counts=self._ones[:count],
-                cache=self._cache,
-                axes=axes_after(self._model, positions, self._shifts),
-            )
-        )
+        batch = newest_tokens(tokens, positions, self._rows[: count + 1])
+        axes = axes_after(self._model, positions, self._shifts)
+        return self._model.logits(replace(batch, cache=self._cache, axes=axes))
 
     def move(self, pairs: list[tuple[int, int]], num_answers: int) -> None:
         self._cache.move(pairs)
@@ -133,21 +120,9 @@ class OwnCache:
 
     def step(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         assert self._shifts is not None
-        rows = torch.arange(len(tokens) + 1, device=self._model.device)
-        return self._model.logits(
-            PackedBatch(
-                token_ids=tokens,
-                position_ids=positions,
-                cu_seqlens=rows.int(),
-                max_seqlen=1,
-                label_rows=rows[:-1],
-                label_ids=tokens,
-                sample_counts=torch.ones_like(tokens),
-                row_length=1,
-                cache=self._cache,
-                axes=axes_after(self._model, positions, self._shifts),
-            )
-        )
+        batch = newest_tokens(tokens, positions, torch.arange(len(tokens) + 1, device=tokens.device))
+        axes = axes_after(self._model, positions, self._shifts)
+        return self._model.logits(replace(batch, row_length=1, cache=self._cache, axes=axes))
 
     def move(self, pairs: list[tuple[int, int]], num_answers: int) -> None:
         order = list(range(num_answers))
@@ -197,6 +172,19 @@ class Recomputed:
         del self._sequences[num_answers:]
 
 
+def newest_tokens(tokens: Tensor, positions: Tensor, rows: Tensor) -> PackedBatch:
+    """Return one new token of each answer as a batch of documents; `rows` counts them from 0 to their number."""
+    return PackedBatch(
+        token_ids=tokens,
+        position_ids=positions,
+        cu_seqlens=rows.int(),
+        max_seqlen=1,
+        label_rows=rows[:-1],
+        label_ids=tokens,
+        sample_counts=torch.ones_like(tokens),
+    )
+
+
 def shifts_of(batch: PackedBatch, groups: Sequence[Group]) -> Tensor:
     """Return how far the next position in the axes is from the number of tokens, int64, for each answer of groups.
 
@@ -242,16 +230,15 @@ _PLACES_MULTIPLE = 16
 _SLOTS_MULTIPLE = 16
 
 
-def open_slots(model: SamplerModel, answers: Sequence[PendingCompletion]) -> tuple[Slots, int]:
-    """Return slots for these answers, and how many: all, or as many as memory has room for, which is told.
+def open_slots(model: SamplerModel, num_answers: int, longest: int, token_id: int) -> tuple[Slots, int]:
+    """Return slots for answers of up to `longest` tokens with their prompts, and how many: as many as have room.
 
-    Raises NoRoomError if there is no room for one.
+    A pass over `token_id` finds out what layers keep of a token. Raises NoRoomError if there is no room for one answer.
     """
-    length = max(len(answer.prompt_ids) + answer.limit for answer in answers)
-    length += -length % _PLACES_MULTIPLE
-    num_bytes = _bytes_of_a_token(model, answers[0].prompt_ids[0]) * length
+    length = longest + -longest % _PLACES_MULTIPLE
+    num_bytes = _bytes_of_a_token(model, token_id) * length
     budget = int(MAX_SHARE * free_bytes(model.device))
-    wanted_slots = min(len(answers), MAX_SLOTS)
+    wanted_slots = min(num_answers, MAX_SLOTS)
     # float8 products want a multiple of 16 rows
     unit = _SLOTS_MULTIPLE if model.device.type == "cuda" else 1
     num_slots = model.all_reduce_min(min(wanted_slots + -wanted_slots % unit, budget // num_bytes))
@@ -263,7 +250,7 @@ def open_slots(model: SamplerModel, answers: Sequence[PendingCompletion]) -> tup
     num_slots -= num_slots % unit if num_slots > unit else 0
     if num_slots < wanted_slots:
         model.log(
-            f"{num_slots:,} of {len(answers):,} answers are sampled at once: each keeps {num_bytes / 2**20:,.0f} MiB "
+            f"{num_slots:,} of {num_answers:,} answers are sampled at once: each keeps {num_bytes / 2**20:,.0f} MiB "
             f"of keys and values, and {budget / 2**30:.1f} GiB may be used"
         )
     cache = SlotCache(num_slots, length)

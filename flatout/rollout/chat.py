@@ -1,4 +1,4 @@
-"""Answers of a chat model to conversations, as text."""
+"""A conversation, with pictures or without, as tokens, and the answers of a chat model to it as text."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel, TextStreamer
 
+from flatout.data.pictures.processor import PictureProcessor, processor_files
+from flatout.data.templates.template import ChatTemplate, choose_template
+from flatout.errors import UsageError
 from flatout.io.redact import printable
+from flatout.io.template_limits import bounded
 from flatout.models.load.model import library_errors
 from flatout.models.pictures import PicturePacker
 from flatout.models.stops import stop_token_ids
 from flatout.rollout.in_process import BackendName, InProcess
-from flatout.rollout.prompts import num_positions, processor_of_model, prompt_ids
-from flatout.rollout.sampler import BOUNDS, SamplingParams, pictures_of
+from flatout.rollout.sampler import BOUNDS, PicturePrompt, SamplingParams, pictures_of
 from flatout.rollout.sampler_model import make_sampler_model
 
 # what transformers takes if nothing names another number
@@ -33,6 +36,76 @@ _OTHERS = {
 }  # fmt: skip
 # which backends of the sampler are exact for a model, for as long as it is there
 _KNOWN: WeakKeyDictionary[PreTrainedModel, dict[BackendName, bool]] = WeakKeyDictionary()
+
+_NOT_RENDERED = "the tokenizer or its chat template cannot render the messages"
+# of vision-language models, each read once, for as long as the model is there
+_TEMPLATES: WeakKeyDictionary[PreTrainedModel, ChatTemplate] = WeakKeyDictionary()
+_PROCESSORS: WeakKeyDictionary[PreTrainedModel, PictureProcessor] = WeakKeyDictionary()
+
+
+def num_positions(model: PreTrainedModel) -> int | None:
+    """Return how long a sequence the model takes; None for a model without a limit."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or None
+
+
+def prompt_ids(
+    model: PreTrainedModel, tokenizer: Any, messages: Sequence[Mapping[str, Any]], pictures: Sequence[bytes] = ()
+) -> Sequence[int]:
+    """Return `messages` (dicts with role and content) as the tokens after which the assistant answers.
+
+    `pictures` are the files of those that the PICTURE characters of contents stand for, in their order. Raises
+    UsageError if the tokenizer has no chat template, the model reads no pictures or the prompt leaves no position for
+    an answer, DataError for a picture that its processor refuses, and TemplateLimitError for a template that never
+    ends.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise UsageError("the tokenizer has no chat template; use the one saved in the run's final/ folder")
+    is_text = model.config.get_text_config() is model.config
+    if is_text and pictures:
+        raise UsageError(f"model type {model.config.model_type} reads no pictures; choose a vision-language model")
+    with library_errors(_NOT_RENDERED), bounded("the tokenizer's chat template"):
+        if is_text or not isinstance(tokenizer.chat_template, str):
+            inputs = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+            token_ids = list(inputs["input_ids"])
+        else:
+            token_ids = _with_pictures(model, tokenizer, messages, pictures)
+    if not token_ids:
+        raise UsageError("the tokenizer's chat template renders nothing; use the one saved in the run's final/ folder")
+    room = num_positions(model)
+    if room is not None and len(token_ids) >= room:
+        raise UsageError(
+            f"the prompt has {len(token_ids):,} tokens, but the model has {room:,} positions for it and its answer; "
+            "shorten it"
+        )
+    return PicturePrompt(token_ids, pictures) if pictures else token_ids
+
+
+def processor_of_model(model: PreTrainedModel, tokenizer: Any) -> PictureProcessor:
+    """Return the image processor that comes with a model's tokenizer, or with the model. Raises UsageError.
+
+    Only pictures need it, and Pillow: do not ask for it to render texts.
+    """
+    if model not in _PROCESSORS:
+        names = [name for name in (tokenizer.name_or_path, model.name_or_path) if name and processor_files(name)]
+        if not names:
+            where = tokenizer.name_or_path
+            raise UsageError(f"{where} has no image processor; copy preprocessor_config.json of the model")
+        _PROCESSORS[model] = PictureProcessor(names[0], tokenizer)
+    return _PROCESSORS[model]
+
+
+def _with_pictures(
+    model: PreTrainedModel, tokenizer: Any, messages: Sequence[Mapping[str, Any]], pictures: Sequence[bytes]
+) -> list[int]:
+    turns = [dict(message) for message in messages]
+    if model not in _TEMPLATES:
+        _TEMPLATES[model] = choose_template(tokenizer, None, tokenizer.name_or_path)
+    template = _TEMPLATES[model]
+    if not pictures:
+        text = template.render(turns, generation_prompt=True)
+    else:
+        text = processor_of_model(model, tokenizer).rendered_prompt(template, turns, pictures)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,25 +147,13 @@ class Sampling:
 
 def _params(model: PreTrainedModel, tokenizer: Any, sampling: Sampling, max_new_tokens: int) -> SamplingParams:
     with library_errors("the model's generation_config.json or its tokenizer has an invalid value"):
-        values = sampling.effective(model)
-        generation = model.generation_config
-        set_values = {name: getattr(generation, name, None) for name in _OTHERS}
-        others = [
-            f"{name}: {value}" for name, value in set_values.items() if value is not None and value != _OTHERS[name]
-        ]
-        if others:
-            warnings.warn(f"generation_config.json sets {', '.join(others)}, which is not applied", stacklevel=3)
-        return SamplingParams(
-            max_new_tokens,
-            temperature=values.get("temperature", 0.0),
-            top_k=int(values["top_k"]) or None if "top_k" in values else None,
-            top_p=values.get("top_p"),
-            min_p=values.get("min_p"),
-            repetition_penalty=values.get("repetition_penalty", 1.0),
-            seed=sampling.seed,
-            stop_ids=frozenset(stop_token_ids(model, tokenizer)),
-            max_positions=num_positions(model),
-        )
+        drawn: dict[str, Any] = sampling.effective(model)
+        drawn["top_k"] = int(drawn.get("top_k", 0)) or None
+        others = {name: getattr(model.generation_config, name, None) for name in _OTHERS}
+        if ignored := [f"{name}: {value}" for name, value in others.items() if value not in (None, _OTHERS[name])]:
+            warnings.warn(f"generation_config.json sets {', '.join(ignored)}, which is not applied", stacklevel=3)
+        stops, positions = frozenset(stop_token_ids(model, tokenizer)), num_positions(model)
+        return SamplingParams(max_new_tokens, **drawn, seed=sampling.seed, stop_ids=stops, max_positions=positions)
 
 
 class _Printer(TextStreamer):  # type: ignore[misc]  # transformers has no types for it

@@ -5,22 +5,164 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from itertools import groupby
 
 import torch
+from torch import Tensor
 
-from flatout.errors import Fix, NumericError
+from flatout.errors import Fix, NumericError, first_line
+from flatout.models.compile.cuda_graphs import recording
 from flatout.optim.update import copy_to_host_async
-from flatout.rollout.answers import DecodeState, PendingCompletion
 from flatout.rollout.backends import DecodeBackend, Slots
-from flatout.rollout.cuda_graphs import RecordedSteps, recorded_size
-from flatout.rollout.sampler import OnToken, SamplingParams
+from flatout.rollout.sampler import Completion, Ending, OnToken, SamplingParams
 from flatout.rollout.sampler_model import SamplerModel
+from flatout.rollout.sampling import choose, draw_key
 
 # shorter answers end before recording pays
 MIN_RECORDED_TOKENS = 32
 # on a GPU, places of ended answers are given to others once they are this share
 _REFILL_SHARE = 16
+# places of the smallest recorded step
+SMALLEST = 16
+# one for all recordings of a process, as each stream keeps a workspace
+_stream = cache(torch.cuda.Stream)
+
+
+@dataclass(slots=True)
+class PendingCompletion:
+    """An answer on the host. `num_drawn` counts tokens that the device has drawn, read or not."""
+
+    prompt: int
+    completion: int
+    prompt_ids: Sequence[int]
+    limit: int
+    at_limit: Ending
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    ending: Ending | None = None
+    num_drawn: int = 0
+
+    def add(self, token_id: int, logprob: float, stop_ids: frozenset[int]) -> None:
+        """Append what was drawn, and end where it says so."""
+        self.token_ids.append(token_id)
+        self.logprobs.append(logprob)
+        if token_id in stop_ids:
+            self.ending = "stop"
+        elif len(self.token_ids) == self.limit:
+            self.ending = self.at_limit
+
+    @property
+    def completion_value(self) -> Completion:
+        assert self.ending is not None
+        return Completion(tuple(self.token_ids), tuple(self.logprobs), self.ending)
+
+
+class DecodeState:
+    """What the device knows of each place: the newest token, its position, and what its draws depend on.
+
+    `broadcast_tokens` returns the first rank's tokens.
+    """
+
+    def __init__(
+        self, num_places: int, length: int, params: SamplingParams, device: torch.device,
+        broadcast_tokens: Callable[[Tensor], Tensor],
+    ) -> None:  # fmt: skip
+        self._params, self._broadcast_tokens, self.last_position = params, broadcast_tokens, length - 1
+        integers = [torch.zeros(num_places, dtype=torch.int64, device=device) for _ in range(4)]
+        self.tokens, self.positions, self._counts, self._keys = integers
+        self.logprobs = torch.zeros(num_places, dtype=torch.float64, device=device)
+        # made with the first logits, which say how many tokens there are
+        self._seen: Tensor | None = None
+
+    def begin(self, answers: Sequence[PendingCompletion], first: int, logits: Tensor) -> None:
+        """Draw the first token of answers at places from `first` on; logits (answers, V)."""
+        device, places = logits.device, slice(first, first + len(answers))
+        keys = [draw_key(self._params.seed, answer.prompt, answer.completion) for answer in answers]
+        self._keys[places] = torch.tensor(keys, device=device)
+        self._counts[places] = 0
+        self.positions[places] = torch.tensor([len(answer.prompt_ids) for answer in answers], device=device)
+        if self._params.repetition_penalty != 1:
+            if self._seen is None:
+                shape = len(self.tokens), logits.shape[-1]
+                self._seen = torch.zeros(shape, dtype=torch.bool, device=device)
+            for place, answer in enumerate(answers, start=first):
+                self._seen[place] = False
+                self._seen[place, torch.tensor(list(answer.prompt_ids), device=device)] = True
+        self.draw(logits, places)
+
+    def draw(self, logits: Tensor, places: slice) -> None:
+        """Draw a token at these places; nothing waits for the device."""
+        seen = None if self._seen is None else self._seen[places]
+        chosen, logprobs = choose(logits, self._params, self._keys[places], self._counts[places], seen)
+        chosen = self._broadcast_tokens(chosen)
+        self.tokens[places] = chosen
+        self.logprobs[places] = logprobs.double()
+        self._counts[places] += 1
+        if seen is not None:
+            seen.scatter_(1, chosen[:, None], True)
+
+    def move(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy places (from, to)."""
+        old, new = (torch.tensor(side, device=self.tokens.device) for side in zip(*pairs, strict=True))
+        tensors = [self.tokens, self.positions, self._counts, self._keys, self.logprobs]
+        for tensor in tensors if self._seen is None else [*tensors, self._seen]:
+            tensor[new] = tensor[old]
+
+
+class RecordedSteps:
+    """Calls `step(num_places)`, which must read and write the same addresses each time and never wait for the device.
+
+    The first call for a number of places runs plainly, which also loads kernels; the second records. Without `records`,
+    all run plainly, and so they do if recording fails, which `log` says once: results are the same.
+    """
+
+    def __init__(
+        self, step: Callable[[int], None], device: torch.device, log: Callable[[str], None], *, records: bool
+    ) -> None:
+        self._step, self._log = step, log
+        self._stream = _stream(device)
+        self._graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
+        self._records = records
+
+    def __call__(self, num_places: int) -> None:
+        if not self._records or num_places not in self._graphs:
+            self._graphs[num_places] = None
+            self._plain(num_places)
+            return
+        graph = self._graphs[num_places] or self._record(num_places)
+        if graph is None:
+            self._plain(num_places)
+        else:
+            graph.replay()
+
+    def _plain(self, num_places: int) -> None:
+        """Run a step on the stream that records, so that its workspaces exist before."""
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            self._step(num_places)
+        current.wait_stream(self._stream)
+
+    def _record(self, num_places: int) -> torch.cuda.CUDAGraph | None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with recording(graph, self._stream):
+                self._step(num_places)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self._records = False
+            self._log(f"decoding steps cannot be recorded as CUDA graphs: {first_line(error)}")
+            return None
+        self._graphs[num_places] = graph
+        return graph
+
+
+def recorded_size(num_answers: int, num_places: int) -> int:
+    """Return the places of the step that computes so many answers: few sizes, so that few graphs are recorded."""
+    return min(max(SMALLEST, 1 << (num_answers - 1).bit_length()), num_places)
 
 
 class Decoding:
@@ -32,7 +174,7 @@ class Decoding:
 
     def __init__(
         self, backend: DecodeBackend, num_places: int, answers: Sequence[PendingCompletion], params: SamplingParams,
-        model: SamplerModel, on_token: OnToken | None, *, records: bool,
+        model: SamplerModel, on_token: OnToken, *, records: bool,
     ) -> None:  # fmt: skip
         self._backend, self._num_places, self._params, self._on_token = backend, num_places, params, on_token
         self._longest = max(len(answer.prompt_ids) + answer.limit for answer in answers)
@@ -117,8 +259,7 @@ class Decoding:
                         [Fix({"model.precision": "fp32"}, "unless the weights are damaged")],
                     )
                 answer.add(int(token_id), logprob, self._params.stop_ids)
-                if self._on_token is not None:
-                    self._on_token(answer.prompt, answer.completion, int(token_id))
+                self._on_token(answer.prompt, answer.completion, int(token_id))
 
     def _leave_places(self) -> None:
         """Move answers so that those going on have the first places; on a GPU only once that helps."""

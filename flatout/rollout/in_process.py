@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -16,18 +15,9 @@ from flatout.models.arch_quirks import picture_kinds, whole_document_problem
 from flatout.models.probe import MODEL_ERRORS
 from flatout.models.selftest import own_attention
 from flatout.planner.steps.padded import row_length
-from flatout.rollout.answers import PendingCompletion
 from flatout.rollout.backends import DecodeBackend, OwnCache, Recomputed, last_rows_of, open_slots
-from flatout.rollout.decode import Decoding
-from flatout.rollout.sampler import (
-    Completion,
-    Ending,
-    OnToken,
-    Sampler,
-    SamplingParams,
-    followed,
-    pictures_of,
-)
+from flatout.rollout.decode import Decoding, PendingCompletion
+from flatout.rollout.sampler import Completion, Ending, OnToken, SamplingParams, followed, pictures_of
 from flatout.rollout.sampler_model import SamplerModel
 
 BackendName = Literal["slots", "own cache", "recomputed"]
@@ -54,26 +44,28 @@ class _TokenListener:
 
 
 @dataclass
-class InProcess(Sampler):
-    """A `Sampler` over weights in this process, which may change between calls: no copy of them is made.
+class InProcess:
+    """Continues prompts with weights in this process, which may change between calls: no copy of them is made.
 
-    Slots are taken where layers keep only keys and values, else transformers' own cache; each backend is compared with
-    passes without a cache once, and given up if it differs: `known` says which are exact. With `records`, steps in
-    slots on a GPU are recorded as CUDA graphs.
+    Slots are taken where layers keep only keys and values, else transformers' own cache. Each backend is compared with
+    passes without a cache once, and given up if it differs. Every rank calls a sampler alike.
     """
 
     model: SamplerModel
     records: bool = True
+    """Record steps in slots on a GPU as CUDA graphs."""
     known: dict[BackendName, bool] = field(default_factory=dict)
-
-    def load(self, adapter: Path, version: int) -> None:
-        """Do nothing: the weights are those that this process trains."""
+    """Which backends are exact for the model, as far as they were compared."""
 
     def sample(
         self, prompts: Sequence[Sequence[int]], num_completions: int, params: SamplingParams,
         on_token: OnToken | None = None,
     ) -> list[list[Completion]]:  # fmt: skip
-        """Answer prompts as `Sampler.sample` says; call it without gradients, in eval mode and the model's autocast."""
+        """Return `num_completions` of each prompt, which has at least one token and may be a `PicturePrompt`.
+
+        Call it without gradients, in eval mode and the model's autocast. Raises UsageError for a prompt that leaves no
+        position, and NoRoomError if one answer needs more memory than is free.
+        """
         if not prompts or not num_completions:
             return [[] for _ in prompts]
         listener = _TokenListener(on_token)
@@ -126,7 +118,8 @@ class InProcess(Sampler):
         model = self.model
         if name == "slots" and model.packed_context is not None:
             with model.packed_context():
-                yield open_slots(model, answers)
+                longest = max(len(answer.prompt_ids) + answer.limit for answer in answers)
+                yield open_slots(model, len(answers), longest, answers[0].prompt_ids[0])
         elif name == "own cache":
             with own_attention(model.pretrained):
                 yield OwnCache(model), len(answers)

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from flatout.errors import ResourceError, UsageError
 
@@ -128,20 +127,3 @@ def followed(prompt: Sequence[int], token_ids: Sequence[int]) -> Sequence[int]:
 
 class NoRoomError(ResourceError):
     """Memory has no room for the keys and values of a single answer."""
-
-
-class Sampler(Protocol):
-    """Something that continues prompts with the weights of one model; every rank calls it alike."""
-
-    def sample(
-        self, prompts: Sequence[Sequence[int]], num_completions: int, params: SamplingParams,
-        on_token: OnToken | None = None,
-    ) -> list[list[Completion]]:  # fmt: skip
-        """Return `num_completions` of each prompt, which has at least one token and may be a `PicturePrompt`.
-
-        Raises UsageError for a prompt that leaves no position, and NoRoomError if one answer needs more memory than is
-        free.
-        """
-
-    def load(self, adapter: Path, version: int) -> None:
-        """Use the weights of this adapter's folder from now on; `version` counts updates."""

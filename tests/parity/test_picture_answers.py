@@ -67,8 +67,8 @@ def test_answers_equal_those_of_generate(model_of, family):
 
     from flatout.models.load.inference import load_trained, resolve_model_paths
     from flatout.models.pictures import PicturePacker
+    from flatout.rollout.chat import processor_of_model, prompt_ids
     from flatout.rollout.in_process import InProcess
-    from flatout.rollout.prompts import processor_of_model, prompt_ids
     from flatout.rollout.sampler import SamplingParams
     from flatout.rollout.sampler_model import make_sampler_model
 

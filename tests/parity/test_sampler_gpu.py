@@ -18,7 +18,7 @@ from flatout.models.lora.fused import fuse_layers
 from flatout.models.lora.layer import add_lora, lora_layers
 from flatout.models.model_with_loss import next_logits
 from flatout.rollout import backends
-from flatout.rollout.cuda_graphs import RecordedSteps
+from flatout.rollout.decode import RecordedSteps
 from flatout.rollout.in_process import InProcess, packed_logprobs
 from flatout.rollout.sampler import Completion, SamplingParams
 from flatout.rollout.sampler_model import SamplerModel
