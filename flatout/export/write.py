@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 
 from flatout.checkpoint.final import MANIFEST_NAME, verify_final
 from flatout.errors import Fix, ResourceError, UsageError, install, reason_of
-from flatout.export.gguf_file import FILE_TYPES, why_not, write_gguf
-from flatout.export.gguf_vocab import stop_fields, stops_left_out
+from flatout.export.gguf_file import FILE_TYPES, stop_fields, stops_left_out, why_not, write_gguf
 from flatout.export.ollama import modelfile
 from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import read_json
 from flatout.models.export import load_merged, publish_model, require_empty, save_model
 from flatout.models.load.auto_class import is_scoring
 from flatout.models.load.inference import FINAL_DIR, ModelPaths, resolve_model_paths
+from flatout.models.lora.adapter_file import ADAPTER_CONFIG
 from flatout.models.stops import GENERATION_CONFIG, stop_token_ids
 
 TARGETS = ("gguf", "ollama", "vllm", "mlx")
@@ -155,27 +155,22 @@ def _write_adapter(trained: ModelPaths, out: Path, name: str) -> Exported:
     """Copy an adapter. Raises UsageError for one that vLLM refuses."""
     if trained.adapter is None:
         raise UsageError(f"adapter: {trained.base} has no adapter; leave it out to write the whole model")
-    config, durable_io, empty = read_json(trained.adapter / "adapter_config.json"), DurableIO(), _aside(out)
+    config, durable_io = read_json(trained.adapter / ADAPTER_CONFIG), DurableIO()
     rank = max(config["r"], *(config.get("rank_pattern") or {}).values(), 0)
     allowed = next((rank_limit for rank_limit in _VLLM_RANKS if rank_limit >= rank), None)
     odd = [name for name in ("use_dora", "modules_to_save", "trainable_token_indices") if config.get(name)]
     if odd or allowed is None:
         obstacle = {"use_dora": "DoRA"}.get(odd[0], odd[0]) if odd else f"rank {rank}"
         raise UsageError(f"adapter: vLLM does not take adapters with {obstacle}; leave it out to merge the adapter")
-    with durable_io.replace_dir(out, aside=empty) as new, durable_io.resource_errors("write", out):
+    with durable_io.replace_dir(out) as new, durable_io.resource_errors("write", out):
         shutil.copytree(trained.adapter, new, dirs_exist_ok=True)
         durable_io.sync_tree(new)
-    durable_io.remove_tree(empty)
     base = shlex.quote(trained.base) + (f" --revision {shlex.quote(trained.revision)}" if trained.revision else "")
     words = f"--enable-lora --lora-modules {shlex.quote(f'{name}={out}')} --max-lora-rank {allowed}"
     # what the base model's files do not say: the template, and the tokens that end an answer
     for option, file in (("--tokenizer", "tokenizer_config.json"), ("--generation-config", GENERATION_CONFIG)):
         words += f" {option} {shlex.quote(str(out))}" if (out / file).is_file() else ""
     return Exported(out, f"vllm serve {base} {words}", f"the adapter alone, rank {rank}")
-
-
-def _aside(out: Path) -> Path:
-    return out.with_name(f".{out.name}.old")
 
 
 def _write_gguf(
@@ -194,9 +189,9 @@ def _write_gguf(
     """
     converter, quantizer = tools
     dtype = {"bfloat16": "bf16", "float16": "f16"}.get(str(model.dtype).removeprefix("torch."), "f32")
-    durable_io, empty, plain_kind = DurableIO(), _aside(out), dtype if quantizer else kind or dtype
+    durable_io, plain_kind = DurableIO(), dtype if quantizer else kind or dtype
     path, stop_ids = out / f"{name}-{kind or dtype}.gguf", stop_token_ids(model, tokenizer, ())
-    with durable_io.replace_dir(out, aside=empty) as new, durable_io.resource_errors("write", out):
+    with durable_io.replace_dir(out) as new, durable_io.resource_errors("write", out):
         durable_io.require_free(out.parent, sum(tensor.nbytes for tensor in model.state_dict().values()))
         file, plain, merged = new / path.name, new / "plain.gguf", new / "merged"
         first = plain if quantizer else file
@@ -216,12 +211,9 @@ def _write_gguf(
         if for_ollama:
             text, about = modelfile(path.name, model, tokenizer, stop_ids)
             durable_io.write_bytes(new / "Modelfile", text.encode())
-            command, note = (
-                f"ollama create {shlex.quote(name)} -f {shlex.quote(str(out / 'Modelfile'))}",
-                f"{note}; {about}",
-            )
+            command = f"ollama create {shlex.quote(name)} -f {shlex.quote(str(out / 'Modelfile'))}"
+            note += f"; {about}"
         for leftover in (plain, merged):
             durable_io.remove_tree(leftover)
         durable_io.sync_tree(new)
-    durable_io.remove_tree(empty)
     return Exported(path, command, note)

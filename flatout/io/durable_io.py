@@ -171,11 +171,12 @@ class DurableIO:
             self._disk.sync_dir(target.parent)
 
     @contextmanager
-    def replace_dir(self, folder: Path, *, aside: Path) -> Iterator[Path]:
+    def replace_dir(self, folder: Path, *, aside: Path | None = None) -> Iterator[Path]:
         """Yield an empty folder beside `folder`, to fill and sync; it then becomes `folder`, and the old one `aside`.
 
-        This takes two renames: after a crash between them, there is nothing at `folder`. If the body raises, the new
-        folder is removed; one that a crash left behind is removed at the start.
+        This takes two renames: after a crash between them, there is nothing at `folder`. Without `aside`, the old one
+        must be empty or missing. If the body raises, the new folder is removed; one that a crash left behind is removed
+        at the start.
         """
         new = folder.with_name(f".{folder.name}.tmp")
         self.remove_tree(new)
@@ -186,7 +187,7 @@ class DurableIO:
             with suppress(ResourceError):  # the first failure is the one to report
                 self.remove_tree(new)
             raise
-        if folder.exists():
+        if aside is not None and folder.exists():
             self.rename(folder, aside)
         self.rename(new, folder)
 

@@ -88,8 +88,8 @@ def publish_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
 
     It is first written next to the folder; leftovers of a killed call are removed. Raises ResourceError.
     """
-    durable_io, empty = DurableIO(), folder.with_name(f".{folder.name}.old")
-    with durable_io.replace_dir(folder, aside=empty) as new:
+    durable_io = DurableIO()
+    with durable_io.replace_dir(folder) as new:
         tensors = {tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}
         durable_io.require_free(folder.parent, sum(tensors.values()))
         with durable_io.resource_errors("write", folder):
@@ -106,8 +106,6 @@ def publish_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
                 remedy = "free some space or choose a different folder"
                 raise ResourceError(f"cannot write {folder}: {error}; {remedy}") from error
         durable_io.sync_tree(new)
-        durable_io.remove_tree(empty)
-    durable_io.remove_tree(empty)
 
 
 def merge_adapter(target: str, out: Path, *, base: str | None = None, device: str = "cpu") -> str:
