@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from flatout.errors import UsageError
-from flatout.planner.memory.correction import Correction
+from flatout.planner.memory.sizes import Correction
 
 GIB = 1 << 30
 # used by the CUDA context and loaded kernels, which torch's count of allocated bytes does not include

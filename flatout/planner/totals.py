@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 from flatout.errors import counted
 from flatout.planner.memory.sizes import MemoryEstimate, MicroBatchSize
-from flatout.planner.steps.planned_samples import PlannedSamples
 from flatout.planner.steps.step_plan import StepPlan
-from flatout.planner.steps.training_plan import TrainingPlan
+from flatout.planner.steps.training_plan import PlannedSamples, TrainingPlan
 
 # steps, sampled evenly over the run, that estimate the balance at other numbers of ranks
 NUM_BALANCE_STEPS = 500

@@ -15,7 +15,7 @@ from flatout.data.pictures.read import decoded
 from flatout.io.host_memory import available_host_bytes
 from flatout.models.packed import PackedBatch, flatten_samples, padded_num_boundaries
 from flatout.models.slot_cache import SlotCache
-from flatout.planner.steps.padded import row_length
+from flatout.planner.steps.packing import row_length
 from flatout.rollout.sampler import NoRoomError, followed, pictures_of
 from flatout.rollout.sampler_model import SamplerModel
 

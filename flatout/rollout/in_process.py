@@ -14,7 +14,7 @@ from flatout.errors import NumericError, PackingError, ResourceError, UsageError
 from flatout.models.arch_quirks import picture_kinds, whole_document_problem
 from flatout.models.probe import MODEL_ERRORS
 from flatout.models.selftest import own_attention
-from flatout.planner.steps.padded import row_length
+from flatout.planner.steps.packing import row_length
 from flatout.rollout.backends import DecodeBackend, OwnCache, Recomputed, last_rows_of, open_slots
 from flatout.rollout.decode import Decoding, PendingCompletion
 from flatout.rollout.sampler import Completion, Ending, OnToken, SamplingParams, followed, pictures_of

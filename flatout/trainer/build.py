@@ -39,7 +39,7 @@ from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import flat_offset_of, is_sharded, local_shard_of, mark_slice
 from flatout.parallel.strategies.protocol import Strategy, strategy_class
-from flatout.planner.memory.constants import HEAD_TILE_ROWS
+from flatout.planner.memory.estimate import HEAD_TILE_ROWS
 from flatout.planner.parallel_layout import ParallelLayout
 from flatout.track.callback import Reporter
 from flatout.trainer.batch_loader import BatchLoader

@@ -25,7 +25,7 @@ from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.process_group import choose_device
 from flatout.parallel.shards import local_part
 from flatout.planner.devices import Device
-from flatout.planner.memory.correction import LEAST_SCALE, MOST_SCALE, Correction, MeasuredPass, fit_correction
+from flatout.planner.memory.sizes import LEAST_SCALE, MOST_SCALE, Correction, MeasuredPass, fit_correction
 from flatout.planner.parallel_layout import ParallelLayout
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter

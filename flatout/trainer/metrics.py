@@ -22,8 +22,7 @@ from flatout.errors import DataError
 from flatout.io.redact import redacted
 from flatout.models.packed import segment_lengths
 from flatout.planner.devices import GIB, Peak, nominal_peak
-from flatout.planner.memory.correction import TOLERANCE
-from flatout.planner.memory.sizes import MicroBatchSize
+from flatout.planner.memory.sizes import TOLERANCE, MicroBatchSize
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan, padding_share, shared_flops
 from flatout.planner.steps.training_plan import TrainingPlan
 from flatout.track.record import MAX_EXPERT_MAPS, GpuFacts, PlanFacts, RunStart, StepRecord

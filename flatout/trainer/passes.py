@@ -19,8 +19,8 @@ from flatout.models.model_with_loss import ModelWithLoss, sums_of
 from flatout.models.packed import PackedBatch
 from flatout.optim.update import copy_to_host_async
 from flatout.parallel.strategies.protocol import oom_as_resource_error
-from flatout.planner.steps.planned_samples import PlannedSamples
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
+from flatout.planner.steps.training_plan import PlannedSamples
 from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.planned_run import EvalSet
 from flatout.trainer.state import TrainingRun

@@ -29,10 +29,9 @@ from flatout.planner.memory.budget import MemoryDecision
 from flatout.planner.parallel_layout import ParallelLayout
 from flatout.planner.settings import PlanSettings
 from flatout.planner.shape import ModelShape
-from flatout.planner.steps.padded import row_length
-from flatout.planner.steps.planned_samples import PlannedSamples
+from flatout.planner.steps.packing import row_length
 from flatout.planner.steps.step_plan import StepPlan, assemble_eval
-from flatout.planner.steps.training_plan import TrainingPlan, select_samples
+from flatout.planner.steps.training_plan import PlannedSamples, TrainingPlan, select_samples
 from flatout.planner.steps.units import Samples, unit_numbers
 from flatout.track.callback import Reporter
 from flatout.trainer.eval_prompts import EvalPrompts, read_eval_prompts

@@ -24,8 +24,8 @@ from flatout.planner.memory.budget import (
     memory_model,
 )
 from flatout.planner.settings import PlanSettings
-from flatout.planner.steps.planned_samples import PlannedSamples
 from flatout.planner.steps.step_plan import StepPlan
+from flatout.planner.steps.training_plan import PlannedSamples
 from flatout.planner.totals import PlanTotals, add_up, totals_lines, with_forward_passes
 from flatout.track.callback import Reporter
 from flatout.trainer.planned_run import EvalSet, PlannedRun, plan_run

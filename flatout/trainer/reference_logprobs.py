@@ -27,9 +27,8 @@ from flatout.data.token_store import TokenStore
 from flatout.errors import Fix, NumericError, ResourceError, UsageError
 from flatout.models.load.source import fingerprint_model
 from flatout.models.lora.adapter import load_adapter
-from flatout.planner.steps.planned_samples import PlannedSamples
 from flatout.planner.steps.step_plan import StepPlan
-from flatout.planner.steps.training_plan import TrainingPlan
+from flatout.planner.steps.training_plan import PlannedSamples, TrainingPlan
 from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.passes import as_in_training, compute_logprobs, inference
 from flatout.trainer.planned_run import EvalSet, reference_identity

@@ -31,7 +31,7 @@ from flatout.planner.memory.budget import (
 from flatout.planner.parallel_layout import ParallelLayout
 from flatout.planner.settings import PlanSettings
 from flatout.planner.shape import ModelShape
-from flatout.planner.steps.padded import FEWEST_PASSES, PASS_OVERHEAD_TOKENS, row_length
+from flatout.planner.steps.packing import FEWEST_PASSES, PASS_OVERHEAD_TOKENS, row_length
 from flatout.planner.steps.prefixes import MIN_PREFIX_TOKENS, Prefixes, UnitPrefixes, find_prefixes
 from flatout.planner.steps.step_plan import BatchLayout
 from flatout.planner.steps.training_plan import TrainingPlan, make_plan, select_samples

@@ -23,7 +23,7 @@ from flatout.models.compile.recompute import MEMORY_BUDGET, compiling_with
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import fuse_layers
 from flatout.models.lora.layer import add_lora
-from flatout.planner.memory.constants import BUDGET_SHARE
+from flatout.planner.memory.estimate import BUDGET_SHARE
 
 NUM_TOKENS, LONGEST = 301, 512
 SHAPE = {

@@ -11,8 +11,7 @@ from plans import make_eval_plan, make_plan
 
 from flatout.config.schema import BatchConfig
 from flatout.planner.cost import CostModel
-from flatout.planner.steps.padded import ROW_MULTIPLE, cut_padded, row_length
-from flatout.planner.steps.partition import bin_pack, partition
+from flatout.planner.steps.packing import ROW_MULTIPLE, bin_pack, cut_padded, partition, row_length
 from flatout.planner.steps.step_plan import BatchLayout
 from flatout.planner.steps.training_plan import split_held_out
 

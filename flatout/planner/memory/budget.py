@@ -12,10 +12,8 @@ from flatout.config.schema import Recompute
 from flatout.errors import Fix, ResourceError
 from flatout.io.host_memory import available_host_bytes
 from flatout.planner.devices import GIB, Device
-from flatout.planner.memory.constants import Precision
-from flatout.planner.memory.correction import Correction
-from flatout.planner.memory.estimate import MemoryModel
-from flatout.planner.memory.sizes import MemoryEstimate, MicroBatchSize
+from flatout.planner.memory.estimate import MemoryModel, Precision
+from flatout.planner.memory.sizes import Correction, MemoryEstimate, MicroBatchSize
 from flatout.planner.parallel_layout import SINGLE_RANK, ParallelLayout, resolve_layout
 from flatout.planner.settings import PlanSettings
 from flatout.planner.shape import ModelShape

@@ -1,9 +1,16 @@
-"""What the memory model counts of a micro-batch, and what it returns."""
+"""What the memory model counts of a micro-batch, what it returns, and what measured passes say about it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import NamedTuple
+
+# the fitted constants stay where they predict the peak this well
+TOLERANCE = 0.05
+# a measured slope beyond these comes from passes that are too small to measure, or from memory that is not theirs
+LEAST_SCALE, MOST_SCALE = 0.5, 2.0
+# passes that differ by less than this share of their bytes have no slope
+LEAST_GROWTH = 0.1
 
 
 class Widths(NamedTuple):
@@ -52,3 +59,67 @@ class MemoryEstimate:
     def total_bytes(self) -> int:
         never_together = min(self.gradients_bytes, self.activations_bytes) if self.in_turn else 0
         return self.state_bytes + self.activations_bytes + self.working_bytes - never_together
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """A pass takes `scale` times the bytes by the fitted constants, and `offset_bytes` more; the default changes none.
+
+    The bytes of a pass are the activations and working bytes of a `MemoryEstimate`.
+    """
+
+    scale: float = 1.0
+    offset_bytes: int = 0
+
+    def __str__(self) -> str:
+        change = f"{abs(self.scale - 1):.1%} {'more' if self.scale >= 1 else 'less'} per token"
+        sign = "more" if self.offset_bytes >= 0 else "less"
+        return f"{change} and {abs(self.offset_bytes) / 2**30:.2f} GiB {sign} per pass"
+
+    def of(self, activations_bytes: int, working_bytes: int) -> tuple[int, int]:
+        """Return the corrected activations and working bytes."""
+        working = int(self.scale * working_bytes) + self.offset_bytes
+        return int(self.scale * activations_bytes), max(0, working)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPass:
+    """A forward and backward pass over `num_tokens`: its peak by the fitted constants, and as measured, in bytes.
+
+    `planned_pass_bytes` is the part of `planned_bytes` that is not state. Both peaks count all state.
+    """
+
+    num_tokens: int
+    planned_bytes: int
+    planned_pass_bytes: int
+    measured_bytes: int
+
+    def __str__(self) -> str:
+        measured, planned = self.measured_bytes / 2**30, self.planned_bytes / 2**30
+        return f"measured {measured:.2f} GiB at {self.num_tokens:,} tokens, planned {planned:.2f}"
+
+    @property
+    def pass_bytes(self) -> int:
+        """What the measured peak holds beyond the planned state."""
+        return self.measured_bytes - (self.planned_bytes - self.planned_pass_bytes)
+
+
+def fit_correction(
+    small: MeasuredPass, large: MeasuredPass, *, most_bytes: int, most_pass_bytes: int
+) -> Correction | None:
+    """Return the line through two measured passes; None if its slope is beyond what another GPU can explain.
+
+    `most_bytes` and `most_pass_bytes` are planned for the run's largest pass. Where the line is within `TOLERANCE` of
+    that peak, the constants hold on this GPU, and the result changes nothing: so a start that finds it kept plans
+    exactly as the start that measured it.
+    """
+    less, more = small.planned_pass_bytes, large.planned_pass_bytes
+    has_slope = more - less > LEAST_GROWTH * more
+    slope = (large.pass_bytes - small.pass_bytes) / (more - less) if has_slope else large.pass_bytes / more
+    if not LEAST_SCALE <= slope <= MOST_SCALE:
+        return None
+    scale = round(slope, 4)
+    # exact at the larger pass
+    offset_bytes = round(large.pass_bytes - scale * more)
+    change = (scale - 1) * most_pass_bytes + offset_bytes
+    return Correction(scale, offset_bytes) if abs(change) > TOLERANCE * most_bytes else Correction()

@@ -12,8 +12,7 @@ import numpy as np
 from flatout.errors import DataError, Fix, UsageError
 from flatout.planner.cost import CostModel
 from flatout.planner.memory.sizes import MicroBatchSize
-from flatout.planner.steps.padded import cut_padded, row_length
-from flatout.planner.steps.partition import bin_pack, partition
+from flatout.planner.steps.packing import bin_pack, cut_padded, partition, row_length
 from flatout.planner.steps.prefixes import Bundle, Prefixes, PrefixGroup, UnitPrefixes, make_bundles, tokens_together
 from flatout.planner.steps.units import Integers, Item, Samples
 

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from flatout.errors import DataError
 from flatout.planner.cost import CostModel
-from flatout.planner.steps.padded import row_length
+from flatout.planner.steps.packing import row_length
 
 Integers = NDArray[np.integer]
 

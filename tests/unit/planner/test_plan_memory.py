@@ -11,8 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from flatout.config.read import make_config
 from flatout.kernels import low_rank, segmented
 from flatout.planner.devices import GIB
-from flatout.planner.memory.constants import FLOAT8_LAYERS, FLOAT8_RANK, FLOAT8_RANK_MULTIPLE
-from flatout.planner.memory.estimate import MemoryModel, activation_elements
+from flatout.planner.memory.estimate import (
+    FLOAT8_LAYERS,
+    FLOAT8_RANK,
+    FLOAT8_RANK_MULTIPLE,
+    MemoryModel,
+    activation_elements,
+)
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.planner.parallel_layout import SINGLE_RANK, resolve_layout
 from flatout.planner.settings import PlanSettings

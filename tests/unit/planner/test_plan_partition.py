@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flatout.planner.cost import CostModel
-from flatout.planner.steps.partition import bin_pack, partition
+from flatout.planner.steps.packing import bin_pack, partition
 
 # Qwen3-8B with LoRA rank 16
 QWEN3_8B = CostModel(per_token=2.8e10, per_pair=2.06e6, per_label=2.5e9)

@@ -15,7 +15,7 @@ from flatout.errors import CheckpointError
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.rank import Rank
 from flatout.planner.devices import GIB, Device
-from flatout.planner.memory.correction import Correction, MeasuredPass, fit_correction
+from flatout.planner.memory.sizes import Correction, MeasuredPass, fit_correction
 from flatout.planner.settings import PlanSettings
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import MemoryCallback, Reporter
