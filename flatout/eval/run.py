@@ -106,7 +106,7 @@ class Evaluation:
             is_right = compared(text) in map(compared, prompt.accepted)
             answers.append({"prompt": prompt.text, "answer": text, "accepted": [*prompt.accepted], "right": is_right})
             num_right += is_right
-        facts = {"ignore_case": ignore_case, "max_new_tokens": max_new_tokens, "num_prompts": num}
+        facts: dict[str, Any] = {"ignore_case": ignore_case, "max_new_tokens": max_new_tokens, "num_prompts": num}
         facts |= {"num_right": num_right, "exact_match": num_right / num}
         line = f"exact match: {num_right} of {num} right ({num_right / num:.1%})"
         return [line, self._write(name, {**facts, "answers": answers})]
