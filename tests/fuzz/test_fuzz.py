@@ -17,6 +17,7 @@ import fuzz_config
 import fuzz_folders
 import fuzz_models
 import fuzz_rows
+import fuzz_templates
 import pytest
 from fuzz_judge import Case, Outcome, fault, kind_of
 from fuzz_runner import failures
@@ -33,6 +34,7 @@ KINDS = {
     "store": (fuzz_folders.store_cases, 70),
     "run": (fuzz_folders.run_cases, 4),
     "rows": (fuzz_rows.cases, 45),
+    "templates": (fuzz_templates.cases, 26),
     "disk": (fuzz_commands.disk_cases, 0),
 }
 
