@@ -60,7 +60,7 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
-@pytest.fixture(params=usual(["moved", "copied", "in its folder", "from elsewhere"], ["copied", "from elsewhere"]))
+@pytest.fixture(params=usual(["moved", "copied", "in its folder", "from elsewhere"], ["copied"]))
 def placed(made, tmp_path, monkeypatch, request):
     """Moves or copies a run of a copy of the project, and returns the path by which it is named then."""
     home, how = tmp_path / "project", str(request.param)

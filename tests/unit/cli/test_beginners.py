@@ -22,6 +22,7 @@ from flatout.config.read import make_config
 from flatout.config.schema import Config
 from flatout.config.spelling import in_python
 from flatout.errors import Fix, FlatoutError
+from tests.usual import every
 
 MISTAKES = yaml.load((Path(__file__).parent / "mistakes.yaml").read_text(), yaml.CSafeLoader)
 
@@ -96,7 +97,7 @@ def spelled(verb: str, fixes: list[dict[str, Any]]) -> list[str]:
     return [spell(Fix(settings)) for settings in fixes]
 
 
-@pytest.mark.parametrize("row", MISTAKES["commands"], ids=[row["typed"] for row in MISTAKES["commands"]])
+@pytest.mark.parametrize("row", every(5, MISTAKES["commands"]), ids=[row["typed"] for row in MISTAKES["commands"]])
 def test_a_mistake_is_told_with_what_mends_it(world, monkeypatch, capsys, row):
     typed = shlex.split(row["typed"])
     monkeypatch.chdir(world)
@@ -114,7 +115,7 @@ def test_a_mistake_is_told_with_what_mends_it(world, monkeypatch, capsys, row):
 MENDED = [row for row in MISTAKES["commands"] if row.get("fixes")]
 
 
-@pytest.mark.parametrize("row", MENDED, ids=[row["typed"] for row in MENDED])
+@pytest.mark.parametrize("row", every(5, MENDED), ids=[row["typed"] for row in MENDED])
 def test_each_fix_is_accepted(world, monkeypatch, capsys, row):
     """With what its own refusals say to set besides: eval.every_steps needs rows to evaluate on."""
     monkeypatch.chdir(world)
@@ -134,7 +135,7 @@ def test_each_fix_is_accepted(world, monkeypatch, capsys, row):
         assert {name for name in settings if name[:2] == "--"} <= {*re.findall(r"--[\w-]+", capsys.readouterr().out)}
 
 
-@pytest.mark.parametrize("row", MISTAKES["calls"], ids=[" ".join(row["given"]) for row in MISTAKES["calls"]])
+@pytest.mark.parametrize("row", every(5, MISTAKES["calls"]), ids=[" ".join(row["given"]) for row in MISTAKES["calls"]])
 def test_python_is_told_in_python(world, monkeypatch, row):
     monkeypatch.chdir(world)
     with pytest.raises(FlatoutError) as raised:

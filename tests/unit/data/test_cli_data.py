@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from flatout.cli.main import main
+from tests.usual import every
 
 
 @pytest.fixture
@@ -159,9 +160,10 @@ def test_variables_of_the_template_reach_it(built, capsys):
     assert (settings["empty_reasoning"], settings["template_args"]) == ("mask", {})
 
 
-@pytest.mark.parametrize(
-    "head", ["question,answer", "Question,Response", "input,output", "query,response", "Prompt,Reply"]
-)
+HEADS = ["question,answer", "Question,Response", "input,output", "query,response", "Prompt,Reply"]
+
+
+@pytest.mark.parametrize("head", every(4, HEADS))
 def test_near_columns_are_named_in_the_command_and_taken_with_yes(tiny, tmp_path, monkeypatch, capsys, head):
     monkeypatch.chdir(tmp_path)
     Path("qa.csv").write_text(f"{head}\nWhat is it?,A thing.\nWho is it?,A cat.\n")
@@ -184,7 +186,7 @@ def test_columns_that_mean_nothing_are_not_taken(tiny, tmp_path, capsys):
     assert "no known format has these columns" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("typed", "code"), [("y\n", 0), ("\n", 3)])
+@pytest.mark.parametrize(("typed", "code"), every(2, [("y\n", 0), ("\n", 3)]))
 def test_near_columns_are_taken_on_a_yes_at_a_terminal(tiny, tmp_path, typed, code):
     (tmp_path / "qa.csv").write_text("question,answer\nWhat is it?,A thing.\n")
     words = ["data", "build", "qa.csv", "--tokenizer", str(tiny.model_dir), "--name", "qa"]

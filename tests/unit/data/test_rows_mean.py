@@ -18,6 +18,7 @@ from flatout.data import templates
 from flatout.data.templates.template import OURS
 from flatout.data.token_store import TokenStore
 from flatout.io.json_file import read_json
+from tests.usual import every
 
 Row = dict[str, Any]
 QUESTION, GOOD = {"role": "user", "content": "q"}, {"role": "assistant", "content": "good"}
@@ -232,7 +233,7 @@ def test_pictures_and_sounds_never_become_words(build, row, column, value):
     assert build([row | {column: value}], "--key", f"{column}=ignored").code == 0
 
 
-@pytest.mark.parametrize(("column", "value"), FILLED)
+@pytest.mark.parametrize(("column", "value"), every(4, FILLED))
 def test_every_column_of_media_is_known(build, column, value):
     row = {"instruction": "q", "output": "good"}
     is_shown = column in ("image", "images", "image_path")
@@ -310,7 +311,7 @@ ADVISED: list[Row] = [
 ]
 
 
-@pytest.mark.parametrize("row", ADVISED, ids=lambda row: "-".join(row))
+@pytest.mark.parametrize("row", every(3, ADVISED), ids=lambda row: "-".join(row))
 def test_advice_works_and_names_every_column_with_meaning(build, row):
     refused = build([row])
     assert refused.code == 3
@@ -400,7 +401,7 @@ FOREIGN = ["<s>[INST] q [/INST] good</s>", "### Human: q\n### Assistant: good", 
            "<start_of_turn>user\nq<end_of_turn>", "### Instruction:\nq\n\n### Response:\ngood"]  # fmt: skip
 
 
-@pytest.mark.parametrize("text", FOREIGN)
+@pytest.mark.parametrize("text", every(3, FOREIGN))
 def test_markup_of_another_model_is_counted_and_said(build, text):
     rows = [{"text": text}, {"text": "an [INST] alone, a Human: and a ### heading"}]
     # markers that are tokens of another model stop the build, headings do not

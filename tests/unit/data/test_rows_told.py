@@ -26,7 +26,7 @@ from flatout.data.build import open_or_build
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import load_tokenizer
 from flatout.errors import DataError
-from tests.usual import usual
+from tests.usual import every, usual
 
 Row = dict[str, Any]
 PROMPT = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -239,7 +239,7 @@ CHOICES: list[tuple[Row, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("row", "better"), CHOICES)
+@pytest.mark.parametrize(("row", "better"), every(3, CHOICES))
 def test_of_two_answers_the_better_one_is_chosen_row_by_row(build, row, better):
     worse = {"one": "two", "two": "one"}[better]
     wanted = [(f"{CHATML.format('q')}{text}<|im_end|>\n", f"{text}<|im_end|>") for text in (better, worse)]
@@ -331,7 +331,7 @@ FOLDERS: list[tuple[tuple[str, ...], str, list[str], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("names", "path", "trained", "said"), FOLDERS)
+@pytest.mark.parametrize(("names", "path", "trained", "said"), every(2, FOLDERS))
 def test_files_named_for_testing_are_left_out_and_told(build, names, path, trained, said):
     for name in names:
         file = Path("d", name)
@@ -433,7 +433,7 @@ PICTURED: list[Row] = [
 ]
 
 
-@pytest.mark.parametrize("row", PICTURED, ids=str)
+@pytest.mark.parametrize("row", every(3, PICTURED), ids=str)
 def test_questions_with_pictures_are_refused_for_the_true_reason_by_a_model_of_texts(build, row):
     refused = build([row])
     assert re.search(r"is a picture, but '.*' has no image processor", refused.printed), refused.printed

@@ -25,6 +25,7 @@ from flatout.track.callback import Reporter
 from flatout.track.run_log import read_run
 from flatout.trainer.planned_run import open_and_plan
 from flatout.trainer.run import train
+from tests.usual import every
 
 FOCAL = '''
 from __future__ import annotations
@@ -266,55 +267,56 @@ def test_losses_and_rewards_have_a_value_for_each_pair(part, change, said):
         Own()(tokens)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (("", ""), None),
-        (("Focal(Objective)", "Other(Objective)"), "own.py:Focal: has no such class; define class Focal"),
-        (("Focal(Objective)", "Focal"), "it is not a subclass of flatout.Objective"),
-        (("import torch", "import torch, beside_it"), None),
-        (
-            ("    gamma: float", "    def __init__(self, **own): super().__init__(**own)\n    gamma: float"),
-            "own.py:Focal: it has an __init__; write settings as fields instead",
-        ),
-        (("import torch", "import torch, nothing_like_it"), r"own.py:3: the objective's own code failed with Module"),
-        (("    metrics", "    normalizer = 'weight'\n    metrics"), "normalizer is 'weight'; expected one of labels"),
-        (("    metrics", "    scope = 'pair'\n    metrics"), "scope is 'pair'; expected token, sample or unit"),
-        (("    metrics", "    scope = 'unit'\n    metrics"), "unit_size is None; expected the number of samples"),
-        (
-            ("    gamma: float", "    kind: str = ''\n    gamma: float"),
-            "the name of a field is 'kind'; expected another",
-        ),
-        (('Metric("higher")', "Metric('max')"), r"better is 'max'; expected higher or lower"),
-        *(
-            (("    gamma: float", f"    {declared}\n    gamma: float"), said)
-            for declared, said in {
-                "metrics = ('acc',)": r"metrics is \('acc',\); expected a mapping of names to flatout.Metric",
-                "metrics = None": "metrics is None; expected a mapping",
-                "metrics = {1: Metric()}": r"metrics is \{1: .*; expected a mapping of names",
-                "metrics = {'acc': 'higher'}": r"metrics\['acc'\] is 'higher'; expected a flatout.Metric",
-                "metrics = {'acc': Metric(per=['labels'])}": r"metrics\['acc'\].per is \['labels'\]; expected one of",
-                "metrics = {'a': Metric(), 'b': Metric(difference=('a', 'c'))}": r"\['b'\].difference is \('a', 'c'\)",
-                "metrics = {'a': Metric(), 'b': Metric(difference='a')}": r"\['b'\].difference is 'a'; expected two of",
-                "metrics = {'loss': Metric()}": "metrics is 'loss'; expected the other sums only",
-                "columns = None": "columns is None; expected a tuple of names, such as",
-                "columns = 'weight'": "columns is 'weight'; expected a tuple of names",
-                "estimates = ['kl']": r"estimates is \['kl'\]; expected a tuple of names, such as \('kl',\)",
-                "normalizer = ['labels']": r"normalizer is \['labels'\]; expected one of labels",
-                "name = None": "name is None; expected a text",
-                "reads = 'scores'": "scope is 'token'; expected sample or unit, as reads is 'scores'",
-                "reads = 'states'": "reads is 'states'; expected labels or scores",
-                "unit_size = True; scope = 'unit'": "unit_size is True; expected the number of samples",
-            }.items()
-        ),
-        (
-            ("    gamma: float", "    name = 'mine'; metrics = {'certainty': Metric(per='samples')}\n    gamma: float"),
-            None,
-        ),
-        (("    gamma: float", "    gama: float"), r"objective.gamma: Focal has no such field; did you mean gama\?"),
-        (("    gamma: float", "    gamma: bool"), "objective.gamma: input should be a valid boolean, got 2.5"),
-    ],
-)
+# what is changed in the file, and what is said
+UNUSABLE: list[Any] = [
+    (("", ""), None),
+    (("Focal(Objective)", "Other(Objective)"), "own.py:Focal: has no such class; define class Focal"),
+    (("Focal(Objective)", "Focal"), "it is not a subclass of flatout.Objective"),
+    (("import torch", "import torch, beside_it"), None),
+    (
+        ("    gamma: float", "    def __init__(self, **own): super().__init__(**own)\n    gamma: float"),
+        "own.py:Focal: it has an __init__; write settings as fields instead",
+    ),
+    (("import torch", "import torch, nothing_like_it"), r"own.py:3: the objective's own code failed with Module"),
+    (("    metrics", "    normalizer = 'weight'\n    metrics"), "normalizer is 'weight'; expected one of labels"),
+    (("    metrics", "    scope = 'pair'\n    metrics"), "scope is 'pair'; expected token, sample or unit"),
+    (("    metrics", "    scope = 'unit'\n    metrics"), "unit_size is None; expected the number of samples"),
+    (
+        ("    gamma: float", "    kind: str = ''\n    gamma: float"),
+        "the name of a field is 'kind'; expected another",
+    ),
+    (('Metric("higher")', "Metric('max')"), r"better is 'max'; expected higher or lower"),
+    *(
+        (("    gamma: float", f"    {declared}\n    gamma: float"), said)
+        for declared, said in {
+            "metrics = ('acc',)": r"metrics is \('acc',\); expected a mapping of names to flatout.Metric",
+            "metrics = None": "metrics is None; expected a mapping",
+            "metrics = {1: Metric()}": r"metrics is \{1: .*; expected a mapping of names",
+            "metrics = {'acc': 'higher'}": r"metrics\['acc'\] is 'higher'; expected a flatout.Metric",
+            "metrics = {'acc': Metric(per=['labels'])}": r"metrics\['acc'\].per is \['labels'\]; expected one of",
+            "metrics = {'a': Metric(), 'b': Metric(difference=('a', 'c'))}": r"\['b'\].difference is \('a', 'c'\)",
+            "metrics = {'a': Metric(), 'b': Metric(difference='a')}": r"\['b'\].difference is 'a'; expected two of",
+            "metrics = {'loss': Metric()}": "metrics is 'loss'; expected the other sums only",
+            "columns = None": "columns is None; expected a tuple of names, such as",
+            "columns = 'weight'": "columns is 'weight'; expected a tuple of names",
+            "estimates = ['kl']": r"estimates is \['kl'\]; expected a tuple of names, such as \('kl',\)",
+            "normalizer = ['labels']": r"normalizer is \['labels'\]; expected one of labels",
+            "name = None": "name is None; expected a text",
+            "reads = 'scores'": "scope is 'token'; expected sample or unit, as reads is 'scores'",
+            "reads = 'states'": "reads is 'states'; expected labels or scores",
+            "unit_size = True; scope = 'unit'": "unit_size is True; expected the number of samples",
+        }.items()
+    ),
+    (
+        ("    gamma: float", "    name = 'mine'; metrics = {'certainty': Metric(per='samples')}\n    gamma: float"),
+        None,
+    ),
+    (("    gamma: float", "    gama: float"), r"objective.gamma: Focal has no such field; did you mean gama\?"),
+    (("    gamma: float", "    gamma: bool"), "objective.gamma: input should be a valid boolean, got 2.5"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), every(4, UNUSABLE))
 def test_a_file_that_cannot_be_used_is_one_sentence(tiny, tmp_path, focal, change, said):
     (tmp_path / "own.py").write_text(FOCAL.replace(*change, 1))
     (tmp_path / "beside_it.py").touch()

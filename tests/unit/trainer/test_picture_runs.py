@@ -19,6 +19,7 @@ from flatout.cli.main import main
 from flatout.errors import PackingError, UsageError
 from flatout.track.run_log import read_run
 from flatout.trainer.picture_inputs import PictureMaker
+from tests.usual import usual
 
 
 @pytest.fixture(scope="module")
@@ -169,9 +170,7 @@ def test_what_is_not_built_is_refused_by_name(world, tmp_path, capfd, what):
     assert says in " ".join("".join(capfd.readouterr()).split())
 
 
-@pytest.mark.parametrize(
-    ("method", "ranks"), [("lora", 1), ("full", 1), pytest.param("lora", 2, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize(("method", "ranks"), usual([("lora", 1), ("full", 1), ("lora", 2)], [("lora", 1)]))
 def test_verify_compares_a_step_with_pictures(world, tmp_path, monkeypatch, capfd, method, ranks):
     path = write_config(world, tmp_path)
     if method == "full":
