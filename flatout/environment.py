@@ -63,15 +63,14 @@ def whole_number(env: Mapping[str, str], name: str, default: int | None = None, 
     """Return a variable as an integer >= 0. Raises UsageError for other text, and if it is unset without a default."""
     if name not in env and default is not None:
         return default
-    text = env.get(name)
-    if text is not None and text.isascii() and text.isdigit() and (below is None or int(text) < below):
+    text = env.get(name, "")
+    if text.isascii() and text.isdigit() and (below is None or int(text) < below):
         return int(text)
-    got = "missing" if text is None else repr(text)
+    got = repr(text) if name in env else "missing"
     expected = "a whole number" if below is None else f"a whole number below {below}"
-    together = ""
-    if name in RANK_VARIABLES:
-        together = f"; a launcher sets {', '.join(RANK_VARIABLES)} together, so set all of them or none"
-    raise UsageError(f"{name} is {got} in the environment, expected {expected}{together}")
+    together = f"; a launcher sets {', '.join(RANK_VARIABLES)} together, so set all of them or none"
+    end = together if name in RANK_VARIABLES else ""
+    raise UsageError(f"{name} is {got} in the environment, expected {expected}{end}")
 
 
 def master() -> tuple[str, int]:
@@ -99,11 +98,10 @@ def ask_for_deterministic_cublas() -> None:
 
 
 def allocator_env(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that sets torch's allocator: expandable segments, and pages of pinned memory by 8 threads.
+    """Return the variable that sets torch's allocator, for a process before it imports torch; empty if the user has.
 
     Steps differ in tokens, so without expandable segments, fragments left by earlier sizes can fill a GPU. One thread
-    takes seconds to pin the copy of the state that asynchronous saves need, and kernel launches wait for it. Empty if
-    the user has set the allocator. Adopt it before importing torch: importing a library may already use CUDA.
+    takes seconds to pin the copy of the state that asynchronous saves need, and kernel launches wait for it.
     """
     if sys.platform != "linux" or any(name in env for name in _ALLOCATOR_SETTINGS):
         return {}
@@ -114,19 +112,15 @@ def allocator_env(env: Mapping[str, str]) -> dict[str, str]:
 def let_idle_threads_sleep() -> None:
     """Let OpenMP's idle threads sleep, unless the user has set how they wait; call it before torch is imported.
 
-    By default they spin for milliseconds at every barrier. If another process has the core of one thread, the others
-    spin until it is back, at each of a step's hundreds of barriers. Results do not depend on it. OpenMP reads the
-    variable once, when torch loads it.
+    By default they spin at each of a step's hundreds of barriers, until a thread whose core another process has is
+    back. Results do not depend on it.
     """
     if not any(name in os.environ for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")):
         os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
 def prepare_torch(values: Mapping[str, str]) -> None:
-    """Set the variables that torch reads once: its allocator's, how threads wait, where kernels are, and `values`.
-
-    Call it before torch is imported. Libraries import torch's compiler, which then names its own folder for kernels.
-    """
+    """Set the variables that torch reads once, and `values`; call it before torch is imported."""
     require_docstrings()
     keep_compiled_kernels()
     let_idle_threads_sleep()

@@ -58,14 +58,12 @@ def _words(name: str, value: Any) -> Iterator[str]:
 
 
 class FlatoutError(Exception):
-    """Base of all errors that are shown without a traceback; `exit_code` is the process's exit status.
-
-    `text` says where and what is wrong, in one sentence; each of `fixes` is one way out, which `spell` writes as the
-    door does through which the mistake came: config/spelling.py. Without a door, it is written as words of a command.
-    """
+    """Base of all errors that are shown without a traceback: what is wrong, in one sentence, and each way out."""
 
     exit_code = 1
+    """The process's exit status."""
     spell: Callable[[Fix], str] = staticmethod(str)
+    """Writes a fix as the door does through which the mistake came (config/spelling.py); else as words of a command."""
 
     def __init__(self, text: str = "", fixes: Sequence[Fix] = ()) -> None:
         super().__init__(text)
@@ -164,12 +162,10 @@ class ResourceError(FlatoutError):
 
 
 class PeerLostError(FlatoutError):
-    """Another rank of this run died or stopped answering.
-
-    If the lost rank failed with its own error, that exit code is passed on, so that all ranks exit with the same code.
-    """
+    """Another rank of this run died or stopped answering."""
 
     exit_code = 7
+    """That of the lost rank if it failed with its own error, so that all ranks exit with the same code."""
     rank: int | None = None
     """The number of the lost rank; None if unknown."""
     step: int | None = None

@@ -15,9 +15,8 @@ from pydantic import BaseModel
 from flatout.cli.parser import Parser
 from flatout.cli.verbs import all_verbs
 from flatout.config.data import SourceConfig
-from flatout.config.describe import Setting, describe_setting
+from flatout.config.describe import ADVANCED, Setting, describe_setting
 from flatout.config.schema import Config
-from flatout.config.template import ADVANCED
 from flatout.track.record import EVAL, EVAL_OF_DATA, STEP
 
 PYTHON = {
@@ -41,7 +40,7 @@ def settings() -> Iterator[str]:
     )
     yield from _section(Config, "")
     yield "\n## data.sources\n\n" + " ".join(str(SourceConfig.__doc__).split()) + "\n"
-    yield from _table(SourceConfig, "", SourceConfig.model_fields)
+    yield from _table("data.sources.", SourceConfig.model_fields, shown="")
     yield "\n## Advanced settings\n\n| setting | default | allowed | | why it exists |\n|---|---|---|---|---|"
     for name, why in ADVANCED.items():
         yield _row(describe_setting(name), name, why)
@@ -50,7 +49,7 @@ def settings() -> Iterator[str]:
 def _section(section: type[BaseModel], prefix: str) -> Iterator[str]:
     inner = {name: kind for name, field in section.model_fields.items() if _is_section(kind := field.annotation)}
     own = [name for name in section.model_fields if name not in inner and prefix + name not in ADVANCED]
-    yield from _table(section, prefix, own)
+    yield from _table(prefix, own)
     for name, kind in inner.items():
         if all(f"{prefix}{name}.{leaf}" in ADVANCED for leaf in kind.model_fields):
             continue
@@ -62,15 +61,15 @@ def _is_section(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
-def _table(section: type[BaseModel], prefix: str, names: Any) -> Iterator[str]:
+def _table(prefix: str, names: Any, shown: str | None = None) -> Iterator[str]:
     yield "\n| setting | default | allowed | |\n|---|---|---|---|"
     for name in names:
-        yield _row(describe_setting(name, section), prefix + name)
+        yield _row(describe_setting(prefix + name), (prefix if shown is None else shown) + name)
 
 
 def _row(setting: Setting, name: str, *more: str) -> str:
     default = "required" if setting.default is None else f"`{setting.default}`"
-    cells = (f"`{name}`", default, setting.allowed, " ".join(setting.help.split()), *more)
+    cells = (f"`{name}`", default, setting.allowed, setting.help, *more)
     return "| " + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells) + " |"
 
 

@@ -1,3 +1,3 @@
 """What `import flatout` offers: training, planning and finished runs from Python; and what adds a verb to it."""
 
-from flatout.api.verb import Verb as Verb
+from flatout.api.commands import Verb as Verb

@@ -1,10 +1,12 @@
-"""For a program with a command line of its own: exit codes of errors, rows of 80 columns, and files that are new."""
+"""Verbs of the command line, and what other programs with one need: exit codes of errors, rows, and new files."""
 
 from __future__ import annotations
 
 import sys
 import textwrap
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from flatout.config.spelling import spelled
@@ -14,6 +16,30 @@ from flatout.io.redact import printable, redacted
 
 LONGEST_LINE = 700
 WIDTH = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """What `flatout NAME` is; a distribution adds one by an entry point `NAME = "module:VERB"` of `flatout.verbs`."""
+
+    name: str
+    """The word after `flatout`."""
+    group: str
+    """Its heading in `flatout --help`: Start, Before a run, Train, See, Use; another one comes last."""
+    help: str
+    """What it does, in a few words."""
+    arguments: Callable[[ArgumentParser], None]
+    """Adds its arguments to a parser."""
+    run: Callable[[Namespace], int]
+    """Does it and returns the exit code. It imports what takes long, since `flatout --help` loads every verb."""
+    example: str = ""
+    """What follows the name in the example of its help and errors."""
+    takes_overrides: bool = False
+    """Whether words such as `lora.rank=8` may stand anywhere among its options."""
+    needs_file: bool = False
+    """With `takes_overrides`: whether settings alone, without a file, are an error."""
+    spell: Callable[[Fix], str] = str
+    """Writes what mends a mistake as words of this verb."""
 
 
 def exit_code_of(run: Callable[[], int], spell: Callable[[Fix], str] | None = None) -> int:
@@ -51,7 +77,7 @@ def end_with_parent(parent_pid: int) -> None:
 
 def require_yaml(path: Path) -> None:
     """Raise UsageError for a new configuration that another command would read as Python, rows or a script."""
-    from flatout.config.read import YAML_TYPES
+    from flatout.config.yaml_file import YAML_TYPES
 
     if path.suffix not in YAML_TYPES:
         named = path.with_suffix(".yaml")

@@ -1,50 +1,39 @@
-"""Rows, tokenizers and tokenized data sets, as a run reads them.
+"""Rows, chat templates, tokenizers and tokenized data sets, as a run reads them.
 
 TokenStore                      a tokenized data set: lengths, samples, meta
 load_tokenizer(name, revision)  the tokenizer of a folder or hub id
 REGISTRY, own_paths(root)       the file that lists the data sets of a folder, and all that is flatout's there
 ROW_TYPES, row_type(path)       endings of files of rows, and the one of a file
 CHAT_COLUMNS                    columns that hold the turns of a conversation
+TEMPLATES                       the names that data.template takes, besides .jinja files
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flatout.config.schema import Config, SourceConfig
 from flatout.data import registry
 from flatout.data.conversation import Conversation, Origin, PreferenceRow, is_empty
+from flatout.data.loss_mask.mask import Masker
 from flatout.data.registry import FILE_NAME as REGISTRY
-from flatout.data.registry import own_paths as own_paths
-from flatout.data.rows.formats.conversations import CHAT_COLUMNS as CHAT_COLUMNS
-from flatout.data.rows.formats.parser import make_parser
-from flatout.data.rows.read import ROW_TYPES as ROW_TYPES
-from flatout.data.rows.read import RawRow
-from flatout.data.rows.read import row_type as row_type
-from flatout.data.token_store import TokenStore as TokenStore
-from flatout.data.tokenizer import load_tokenizer as load_tokenizer
+from flatout.data.registry import own_paths
+from flatout.data.rows.formats.conversations import CHAT_COLUMNS
+from flatout.data.rows.formats.parser import ColumnsError, make_parser
+from flatout.data.rows.read import ROW_TYPES, RawRow, row_type
+from flatout.data.templates import template as templates
+from flatout.data.templates.template import OURS as TEMPLATES
+from flatout.data.token_store import TokenStore
+from flatout.data.tokenizer import load_tokenizer
 from flatout.errors import DataError, UsageError
 from flatout.io.json_file import read_json
 
 __all__ = [
-    "CHAT_COLUMNS",
-    "REGISTRY",
-    "ROW_TYPES",
-    "MessageReader",
-    "TokenStore",
-    "annotate_data_set",
-    "data_set_entry",
-    "data_sets",
-    "load_processor",
-    "load_tokenizer",
-    "open_data_set",
-    "open_or_build",
-    "own_paths",
-    "read_rows",
-    "recognize_columns",
-    "row_type",
+    "CHAT_COLUMNS", "REGISTRY", "ROW_TYPES", "TEMPLATES", "MessageReader", "TokenStore", "annotate_data_set",
+    "data_set_entry", "data_sets", "end_of_turn", "first_row", "load_processor", "load_tokenizer", "open_data_set",
+    "open_or_build", "own_paths", "read_rows", "recognize_columns", "render", "row_type", "template_text",
 ]  # fmt: skip
 
 
@@ -89,19 +78,22 @@ class MessageReader:
         return [{"role": turn.role, "content": turn.content} for turn in messages]
 
 
+def first_row(path: Path) -> RawRow | None:
+    """Return the first row of a file, if it has any. Raises DataError for one that cannot be read."""
+    from flatout.data.rows.archives import read_file
+    from flatout.data.rows.read import raise_error
+    from flatout.data.rows.sources import Unread
+
+    return next(read_file(path, raise_error, Unread("", "skip")), None)
+
+
 def recognize_columns(path: Path, source: str) -> tuple[Mapping[str, Any], dict[str, str], str]:
     """Return the first row of a file, the columns that would make it readable, and why no format reads it.
 
     The reason is "" if a format reads it as it is; columns are empty where none would help. Errors call the file
     `source`. Raises DataError if it has no rows.
     """
-    from flatout.data.rows.archives import read_file
-    from flatout.data.rows.formats.parser import ColumnsError
-    from flatout.data.rows.read import raise_error
-    from flatout.data.rows.sources import Unread
-
-    row = next(read_file(path, raise_error, Unread("", "skip")), None)
-    if row is None:
+    if (row := first_row(path)) is None:
         raise DataError(f"{source} has no rows; choose another file")
     unknown = "no known format has these columns"
     try:
@@ -150,3 +142,22 @@ def data_set_entry(name: str, root: Path) -> dict[str, Any]:
 def annotate_data_set(name: str, root: Path, keys: Mapping[str, Any]) -> None:
     """Add keys of your own to what data_config.json says of a data set. Raises DataError if it is not there."""
     registry.upsert(root, registry.find(root, name), dict(keys))
+
+
+def template_text(tokenizer: Any, template: str | None = None) -> str:
+    """Return the Jinja of a template: a name, a .jinja file, or None for the tokenizer's own. Raises DataError."""
+    return templates.template_text(tokenizer, template, tokenizer.name_or_path)[1]
+
+
+def end_of_turn(tokenizer: Any, text: str, name: str) -> str:
+    """Return what this Jinja writes behind an answer, such as <|im_end|>; "" if that is nothing.
+
+    Raises DataError, which calls the template `name`, if it cannot render a turn.
+    """
+    return Masker(templates.ChatTemplate.checked(name, text, tokenizer)).end_of_turn()
+
+
+def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str | None = None) -> str:
+    """Return a conversation as the text that is tokenized. Raises DataError for one that the template cannot render."""
+    chosen = templates.choose_template(tokenizer, template, tokenizer.name_or_path)
+    return chosen.render([dict(one) for one in messages])

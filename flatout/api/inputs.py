@@ -83,10 +83,8 @@ def data_file(data: Any, folder: Path) -> str:
     is_table = kind == "datasets.Dataset" or (hasattr(data, "__arrow_c_stream__") and hasattr(data, "columns"))
     is_rows = isinstance(data, Iterable) and not isinstance(data, Mapping | bytes)
     if not (is_table or is_rows):
-        raise UsageError(
-            f"data is a {type(data).__name__}; expected a path, a datasets.Dataset, a table of pandas, pyarrow or "
-            "polars, or rows"
-        )
+        expected = "a path, a datasets.Dataset, a table of pandas, pyarrow or polars, or rows"
+        raise UsageError(f"data is a {type(data).__name__}; expected {expected}")
     name = "rows.parquet" if is_table else "rows.jsonl"
     path = _store(folder, "data", lambda half_done: _write_rows(data, kind, half_done / name))
     _sweep(folder)

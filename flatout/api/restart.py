@@ -80,11 +80,16 @@ def _inputs_in(folder: Path, config: Config, own_model: Path | None) -> Iterator
             yield path
 
 
-def _check(config: Config, mode: LaunchMode) -> None:
-    """Raise what a start raises before it needs a GPU: for packages, the model's files, data, settings and the plan."""
-    require_installed(config.track.to, strategy=config.strategy if isinstance(mode, SpawnRanks) else "auto")
+def require_machine(config: Config, *, has_ranks: bool) -> None:
+    """Raise UsageError for packages that a run lacks, ResourceError for a GPU without a driver."""
+    require_installed(config.track.to, strategy=config.strategy if has_ranks else "auto")
     if config.wanted_device == "cuda":
         require_gpu_driver("gpus" if config.gpus else "device: cuda")
+
+
+def _check(config: Config, mode: LaunchMode) -> None:
+    """Raise what a start raises before it needs a GPU: for packages, the model's files, data, settings and the plan."""
+    require_machine(config, has_ranks=isinstance(mode, SpawnRanks))
     with ConsoleCallback() as console:
         console.on_phase("checking before anything is moved")
         import torch

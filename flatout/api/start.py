@@ -8,16 +8,17 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import Event, RLock, Thread
+from types import TracebackType
 from typing import Any, Self, TextIO, cast
 
 from pydantic import BaseModel
 
 from flatout.api.inputs import SPLITS, data_file, kind_of, listed_paths, model_source, refuse_rows, tokenizer_folder
-from flatout.api.interrupt import ctrl_c_told
-from flatout.api.restart import move_aside
+from flatout.api.restart import move_aside, require_machine
 from flatout.api.run import Run
 from flatout.config.folders import run_identity
 from flatout.config.read import dump_config, load_values, make_config
@@ -29,7 +30,6 @@ from flatout.errors import OF_OWN_CODE, Fix, PreemptedError, ResourceError, Usag
 from flatout.io.bounded_wait import to_stderr
 from flatout.io.durable_io import DurableIO, remove_unfinished
 from flatout.io.file_lock import RunLock, launcher_folder
-from flatout.io.no_gpu import require_gpu_driver
 from flatout.io.redact import redacted
 from flatout.io.stop_signals import SIGNAL_EXIT_CODE
 from flatout.launch.launch_mode import LaunchMode, Nodes, SpawnRanks, choose_launch_mode, visible_devices
@@ -39,7 +39,6 @@ from flatout.track.callback import Callback, deliver
 from flatout.track.console import RankOutput
 from flatout.track.notebook import open_console
 from flatout.track.run_log import RunFollower, read_side_files
-from flatout.track.trackers import require_installed
 
 ConfigLike = Config | Mapping[str, Any] | str | Path | None
 # what stands for a section of the configuration; anything else is an object in memory
@@ -50,16 +49,66 @@ POLL_S = 0.2
 _TRAINS = RLock()
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C ended a run at once, without a save."""
+
+    exit_code = SIGNAL_EXIT_CODE + signal.SIGINT
+
+    def _render_traceback_(self) -> list[str]:
+        # IPython prints these lines in place of its traceback
+        return [str(self)]
+
+
+class StoppedError(PreemptedError, Interrupted):
+    """Ctrl-C asked a run to stop, and it saved."""
+
+
+@contextmanager
+def ctrl_c_told() -> Iterator[None]:
+    """Raise what a Ctrl-C in the block came to as an Interrupted; also a decorator of functions.
+
+    A script that does not catch it, or a PreemptedError, ends with its sentence and exit code, without a traceback.
+    """
+    try:
+        yield
+    except PreemptedError as error:
+        _print_plainly()
+        if error.signal != signal.SIGINT:
+            raise
+        raise StoppedError(str(error), error.signal) from error
+    except KeyboardInterrupt as error:
+        _print_plainly()
+        again = "the same call goes on from the last checkpoint, or begins anew if there is none"
+        raise Interrupted(f"interrupted without a save; {again}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _PlainHook:
+    """Python's hook for uncaught exceptions: stops are printed without a traceback, all others as `before` does."""
+
+    before: Any
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, PreemptedError | Interrupted):
+            self.before(kind, error, trace)
+            return
+        to_stderr(str(error))
+        if not hasattr(sys, "ps1"):  # an interactive session goes on
+            raise SystemExit(error.exit_code)
+
+
+def _print_plainly() -> None:
+    if not isinstance(sys.excepthook, _PlainHook):
+        sys.excepthook = _PlainHook(sys.excepthook)
+
+
 def refuse_unnamed(verb: str, config: ConfigLike, unnamed: Sequence[object]) -> None:
     """Raise UsageError for arguments without a name beside the configuration."""
     if unnamed:
-        values = ", ".join(
-            f"{name}={one!r:.60}" for name, one in zip(("model", "data"), (config, *unnamed), strict=False)
-        )
-        raise UsageError(
-            f"flatout.{verb} takes one value without a name, the configuration; name the others: "
-            f"flatout.{verb}({values})"
-        )
+        pairs = zip(("model", "data"), (config, *unnamed), strict=False)
+        call = f"flatout.{verb}({', '.join(f'{name}={one!r:.60}' for name, one in pairs)})"
+        text = "takes one value without a name, the configuration; name the others"
+        raise UsageError(f"flatout.{verb} {text}: {call}")
 
 
 def resolve_config(
@@ -211,9 +260,7 @@ def start_ranks(
     """
     nodes, faults = mode.nodes, config.faults
     # one error, instead of one for each rank
-    require_installed(config.track.to, strategy=config.strategy)
-    if config.wanted_device == "cuda":
-        require_gpu_driver("gpus" if config.gpus else "device: cuda")
+    require_machine(config, has_ranks=True)
     env = environment() | {LAUNCHED: str(launched_at or time.time())}
     logs = launcher_folder(config.folder)
     rendezvous: Rendezvous

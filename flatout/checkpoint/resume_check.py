@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flatout.config.resume_effects import RESUME_EFFECTS, Effect
+from flatout.config.table import RESUME_EFFECTS, Effect
 from flatout.errors import CheckpointError, Fix
 
 ABSENT = "(absent)"

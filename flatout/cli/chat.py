@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.cli.screen import import_transformers, model_target, progress_console
+from flatout.cli.screen import import_transformers, progress_console
 from flatout.data.conversation import Origin
 from flatout.errors import DataError, Fix, UsageError, first_line
 from flatout.io.near_path import did_you_mean
 from flatout.io.no_gpu import no_gpu_error
 from flatout.io.redact import printable, redacted
 from flatout.rollout.sampler import check_options
+from flatout.view.open_runs import find_model
 
 if TYPE_CHECKING:
     from flatout.data.prompt_file import Prompt
@@ -42,21 +43,20 @@ class _Speaker:
     messages: list[dict[str, Any]] = field(default_factory=list)
     pictures: list[bytes] = field(default_factory=list)
 
+    def start(self, system: str | None) -> None:
+        self.messages = [{"role": "system", "content": system}] if system else []
+        self.pictures.clear()
+
     def hear(self, prompt: Prompt) -> None:
-        """Add turns and the pictures in them to the conversation."""
         self.messages += prompt.messages
         self.pictures += prompt.pictures
-
-    def forget(self, num_turns: int = 0, num_pictures: int = 0) -> None:
-        """Keep so many of the first turns and pictures."""
-        del self.messages[num_turns:], self.pictures[num_pictures:]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     add = parser.add_argument
     several = "run, adapter or model folder, or hub id; several are compared side by side"
-    add("targets", nargs="+", type=model_target, metavar="RUN_OR_ADAPTER_OR_MODEL", help=several)
+    add("targets", nargs="+", type=find_model, metavar="RUN_OR_ADAPTER_OR_MODEL", help=several)
     add("--compare", choices=("base",), help="base: also chat with the first adapter's base model")
     add("--prompt", help="answer this prompt and exit; without it the chat is interactive")
     pictures = "attach this image to the first message, in place of <image> or before the text; repeatable"
@@ -73,57 +73,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device-map", metavar="MAP", help=spread)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Load the models once, then answer. Raises UsageError, or ResourceError if a requested GPU is missing."""
     _check(args)
-    waiting = list[str](args.image)
-    asked = _said(args.prompt or "", waiting)  # read before the model is
+    asked = _user_turn(args.prompt or "", args.image)  # read before the model is
     import_transformers()
     speakers = _load(args)
-    options = {"max_new_tokens": args.max_new_tokens, "stream": True}
-    start = [{"role": "system", "content": args.system}] if args.system else []
-    if args.prompt is not None:
-        for speaker in speakers:
-            speaker.messages = list(start)
-            speaker.hear(asked)
-        return _answer(speakers, options)
-    print("Type a message. /help lists commands; an empty line or Ctrl-D ends the chat.")
-    with suppress(EOFError):
-        for speaker in speakers:
-            speaker.messages = list(start)
-        while said := input("> ").strip():
-            word, _, rest = said.partition(" ")
-            if word == "/exit":
-                break
-            if word in ("/clear", "/system"):
-                start = [{"role": "system", "content": rest}] if rest and word == "/system" else start
-                waiting.clear()
-                for speaker in speakers:
-                    speaker.forget()
-                    speaker.messages = list(start)
-                print(f"The conversation was cleared. System prompt: {start[0]['content'] if start else 'none'}")
-            elif word == "/image" and rest.strip():
-                waiting.append(rest.strip())
-            elif re.fullmatch(r"/[a-z]*", word):
-                print(HELP if word == "/help" else f"There is no command {word}.\n{HELP}")
-            else:
-                _say(speakers, said, waiting, options)
-    return 0
+    for speaker in speakers:
+        speaker.start(args.system)
+    if args.prompt is None:
+        _converse(speakers, args)
+        return
+    for speaker in speakers:
+        speaker.hear(asked)
+    _answer(speakers, args)
 
 
-def _said(text: str, images: list[str]) -> Prompt:
+def _check(args: argparse.Namespace) -> None:
+    check_options(args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.seed)
+    if args.prompt is not None and any("\ud800" <= letter <= "\udfff" for letter in args.prompt):
+        raise UsageError("--prompt: it is not valid UTF-8; check the terminal's encoding")
+    said = [one for one in args.targets[1:] if "/" not in one and not Path(one).exists()]
+    if said and args.prompt is None:
+        fix = Fix({"--prompt": " ".join(said)}, "a message")
+        raise UsageError(f"{said[0]}: no run or model here has that name", [fix])
+    if len(set(args.targets)) < len(args.targets):
+        raise UsageError("a model is given twice; give each one once")
+    if args.device_map is not None and args.device != "auto":
+        raise UsageError(f"--device {args.device} and --device-map {args.device_map} are both given; keep one")
+
+
+def _user_turn(text: str, images: list[str]) -> Prompt:
     """Return a user turn with the pictures of these files. Raises DataError for one that is no good."""
     from flatout.data.prompt_file import shown_prompt
 
     for name in images:
         if not Path(name).is_file() and not name.startswith(("http:", "https:", "data:")):
-            raise DataError(
-                f"--image {name}: no such file; give the path of a picture, such as photo.png{did_you_mean(name)}"
-            )
-    try:
-        return shown_prompt([{"role": "user", "content": text}], {"images": images}, Origin("--image", 1), Path())
-    except DataError as error:
-        raise DataError(re.sub(r"^--image:1: images\[\d+\] \('(.*?)'\)", r"--image \1", str(error))) from None
+            what = "no such file; give the path of a picture, such as photo.png"
+            raise DataError(f"--image {name}: {what}{did_you_mean(name)}")
+    return shown_prompt([{"role": "user", "content": text}], {"images": images}, Origin("--image", 0), Path())
 
 
 def _load(args: argparse.Namespace) -> list[_Speaker]:
@@ -163,7 +151,46 @@ def _load(args: argparse.Namespace) -> list[_Speaker]:
     return speakers
 
 
-def _answer(speakers: list[_Speaker], options: dict[str, Any]) -> int:
+def _converse(speakers: list[_Speaker], args: argparse.Namespace) -> None:
+    """Answer what is typed until an empty line, /exit or the end of input."""
+    system, waiting = args.system, list[str](args.image)
+    print("Type a message. /help lists commands; an empty line or Ctrl-D ends the chat.")
+    with suppress(EOFError):
+        while (said := input("> ").strip()) and (word := said.split()[0]) != "/exit":
+            rest = said.removeprefix(word).strip()
+            if word in ("/clear", "/system"):
+                system = rest if rest and word == "/system" else system
+                waiting.clear()
+                for speaker in speakers:
+                    speaker.start(system)
+                print(f"The conversation was cleared. System prompt: {system or 'none'}")
+            elif word == "/image" and rest:
+                waiting.append(rest)
+            elif re.fullmatch(r"/[a-z]*", word):
+                print(HELP if word == "/help" else f"There is no command {word}.\n{HELP}")
+            else:
+                _say(speakers, said, waiting, args)
+                waiting.clear()
+
+
+def _say(speakers: list[_Speaker], said: str, images: list[str], args: argparse.Namespace) -> None:
+    """Add a turn with its pictures and answer it.
+
+    One that cannot be answered, such as a conversation that is too long, is taken back.
+    """
+    before = [(len(speaker.messages), len(speaker.pictures)) for speaker in speakers]
+    try:
+        prompt = _user_turn(said, images)
+        for speaker in speakers:
+            speaker.hear(prompt)
+        _answer(speakers, args)
+    except (DataError, UsageError) as error:
+        print(f"error: {printable(redacted(first_line(error)))}\n{HELP}", file=sys.stderr)
+        for speaker, (num_messages, num_pictures) in zip(speakers, before, strict=True):
+            del speaker.messages[num_messages:], speaker.pictures[num_pictures:]
+
+
+def _answer(speakers: list[_Speaker], args: argparse.Namespace) -> None:
     """Print each model's answer as it is generated, and add it to that model's conversation."""
     from flatout.rollout.chat import answer
 
@@ -172,30 +199,10 @@ def _answer(speakers: list[_Speaker], options: dict[str, Any]) -> int:
             print(f"[{speaker.name}]", flush=True)
         with progress_console() as console:
             console.on_phase("reading the prompt")
-            printer = _progress_printer(console, options["max_new_tokens"])
-            sampling = speaker.sampling
-            more = {"pictures": speaker.pictures, "sampling": sampling, "on_token": printer, **options}
-            reply = answer(speaker.model, speaker.tokenizer, speaker.messages, **more)
+            options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "sampling": speaker.sampling}
+            options |= {"pictures": speaker.pictures, "on_token": _progress_printer(console, args.max_new_tokens)}
+            reply = answer(speaker.model, speaker.tokenizer, speaker.messages, stream=True, **options)
         speaker.messages.append({"role": "assistant", "content": reply})
-    return 0
-
-
-def _say(speakers: list[_Speaker], said: str, images: list[str], options: dict[str, Any]) -> None:
-    """Add a turn, with the pictures that wait for one, and answer it.
-
-    One that cannot be answered, such as a conversation that is too long, is taken back.
-    """
-    before = [(len(speaker.messages), len(speaker.pictures)) for speaker in speakers]
-    try:
-        prompt = _said(said, images)
-        for speaker in speakers:
-            speaker.hear(prompt)
-        _answer(speakers, options)
-    except (DataError, UsageError) as error:
-        print(f"error: {printable(redacted(first_line(error)))}\n{HELP}", file=sys.stderr)
-        for speaker, lengths in zip(speakers, before, strict=True):
-            speaker.forget(*lengths)
-    images.clear()
 
 
 def _progress_printer(console: Any, most: int) -> Callable[[int, float], None]:
@@ -211,17 +218,3 @@ def _progress_printer(console: Any, most: int) -> Callable[[int, float], None]:
             print(f"... answering, token {number:,} of at most {most:,}", file=sys.stderr, flush=True)
 
     return tell
-
-
-def _check(args: argparse.Namespace) -> None:
-    check_options(args.max_new_tokens, args.temperature, args.top_p, args.top_k, args.seed)
-    if args.prompt is not None and any("\ud800" <= letter <= "\udfff" for letter in args.prompt):
-        raise UsageError("--prompt: it is not valid UTF-8; check the terminal's encoding")
-    said = [one for one in args.targets[1:] if "/" not in one and not Path(one).exists()]
-    if said and args.prompt is None:
-        fix = Fix({"--prompt": " ".join(said)}, "a message")
-        raise UsageError(f"{said[0]}: no run or model here has that name", [fix])
-    if len(set(args.targets)) < len(args.targets):
-        raise UsageError("a model is given twice; give each one once")
-    if args.device_map is not None and args.device != "auto":
-        raise UsageError(f"--device {args.device} and --device-map {args.device_map} are both given; keep one")

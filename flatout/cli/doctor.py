@@ -8,11 +8,9 @@ import textwrap
 from dataclasses import asdict
 
 from flatout.cli.parser import add_settings
-from flatout.cli.screen import WIDTH, import_without_gc
+from flatout.cli.screen import WIDTH, import_without_gc, show_gpus
 from flatout.config.read import load_config
-from flatout.environment import environment, set_environment
 from flatout.errors import ResourceError
-from flatout.launch.launch_mode import visible_devices_env
 from flatout.parallel.rank import Rank
 
 
@@ -23,12 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print one line per check. Returns 0 if none failed; raises ResourceError (exit code 6) naming those that did."""
+def run(args: argparse.Namespace) -> None:
+    """Print one line per check. Raises ResourceError (exit code 6) naming those that did."""
     config = None if args.config is None else load_config(args.config, args.overrides)
     if config is not None:
-        # before torch looks for GPUs
-        set_environment(visible_devices_env(environment(), gpus=config.gpus, on_cpu=config.device == "cpu"))
+        show_gpus(config)
     import_without_gc("flatout.doctor.run")
     from flatout.doctor.run import examine
 
@@ -45,4 +42,3 @@ def run(args: argparse.Namespace) -> int:
     failed = [finding.what for finding in findings if finding.status == "fail"]
     if failed:
         raise ResourceError(f"doctor: {len(failed)} of {len(findings)} checks failed: {', '.join(failed)}")
-    return 0

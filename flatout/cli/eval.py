@@ -6,8 +6,9 @@ import argparse
 from pathlib import Path
 
 from flatout.cli.parser import COUNT
-from flatout.cli.screen import import_transformers, model_target, progress_console
+from flatout.cli.screen import import_transformers, progress_console
 from flatout.errors import DataError, Fix, UsageError
+from flatout.view.open_runs import find_model
 
 MAX_ANSWERS_BYTES = 64 << 20
 BATCH_SIZE, MAX_NEW_TOKENS = 8, 256
@@ -16,7 +17,7 @@ BATCH_SIZE, MAX_NEW_TOKENS = 8, 256
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     add = parser.add_argument
-    add("target", type=model_target, metavar="RUN_OR_ADAPTER_OR_MODEL", help="run, adapter or model folder, or hub id")
+    add("target", type=find_model, metavar="RUN_OR_ADAPTER_OR_MODEL", help="run, adapter or model folder, or hub id")
     add("--tasks", help="tasks of lm-eval, such as arc_easy,hellaswag (needs the extra `eval`)")
     add("--include-path", type=Path, metavar="FOLDER", help="folder of further lm-eval tasks; their files can run code")
     add("--chat", action="store_true", help="apply the chat template to the tasks' questions")
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, metavar="FILE", help="JSON file of the results (RUN/eval/NAME.json)")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Score and print. Raises UsageError, DataError for the file of answers, ResourceError for a missing GPU."""
     tasks = [name.strip() for name in (args.tasks or "").split(",") if name.strip()]
     _check(args, tasks)
@@ -71,7 +72,6 @@ def run(args: argparse.Namespace) -> int:
         length = args.max_new_tokens or MAX_NEW_TOKENS
         lines = evaluation.score_answers(name, prompts, ignore_case=args.ignore_case, max_new_tokens=length)
         print("\n".join(lines))
-    return 0
 
 
 def _check(args: argparse.Namespace, tasks: list[str]) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from flatout.cli.screen import import_transformers, model_target, progress_console, rows
+from flatout.cli.screen import import_transformers, progress_console, rows
+from flatout.view.open_runs import find_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     add = parser.add_argument
-    add("target", type=model_target, metavar="RUN", help="run folder; also an adapter or model folder, or a hub id")
+    add("target", type=find_model, metavar="RUN", help="run folder; also an adapter or model folder, or a hub id")
     add("--to", required=True, metavar="PROGRAM", help="gguf (llama.cpp), ollama, vllm or mlx")
     add("--out", type=Path, required=True, help="output folder; must be empty or not exist")
     add("--best", action="store_true", help="export the run's best/ instead of final/")
@@ -23,23 +24,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--llama-cpp", type=Path, metavar="FOLDER", help=llama_cpp)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Write, and print what and how to use it. Returns 0; raises as `export` does."""
+def run(args: argparse.Namespace) -> None:
+    """Write, and print what and how to use it. Raises as `export` does."""
     import_transformers()
     from flatout.export.write import export
 
+    results = "best" if args.best else "final"
+    options = {"base": args.base, "kind": args.quantize, "adapter": args.adapter, "llama_cpp": args.llama_cpp}
     with progress_console() as console:
         console.on_phase(f"writing {args.target} for {args.to}")
-        exported = export(
-            args.target,
-            args.to,
-            args.out,
-            base=args.base,
-            results="best" if args.best else "final",
-            kind=args.quantize,
-            adapter=args.adapter,
-            llama_cpp=args.llama_cpp,
-        )
+        exported = export(args.target, args.to, args.out, results=results, **options)
     print(rows([("written", str(exported.path)), ("", exported.note)]))
     print(exported.command)
-    return 0

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from flatout.api.commands import require_yaml, write_new
+from flatout.api.data import first_row, row_type
 from flatout.cli.screen import COLUMN_FORM, pairs_of, with_columns
+from flatout.config.describe import Which, changed_settings, render_template
 from flatout.config.schema import NAME_PATTERN, Config, DataConfig, EvalConfig, ModelConfig, SourceConfig
-from flatout.config.template import Which, changed_settings, render_template
 from flatout.data import registry
+from flatout.data.rows.formats.parser import make_parser
+from flatout.data.rows.sources import require_local
 from flatout.demo.settings import MODEL_DIR, TRAIN_FILE, demo_config
 from flatout.errors import Fix, UsageError
 from flatout.io.near_path import files_of_rows
@@ -36,32 +39,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--schema", action="store_true", help="print the JSON schema for editors, or write it to the given path")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Write the file and return 0. Raises UsageError if it already exists."""
+def run(args: argparse.Namespace) -> None:
+    """Write the file. Raises UsageError if it already exists."""
     if args.schema:
         text = json.dumps(Config.model_json_schema(), indent=2) + "\n"
         if args.path is None:
             print(text, end="")
         else:
             write_new(args.path, text)
-        return 0
+        return
     if args.model == "" or args.data == "":
         raise UsageError(f"--{'model' if args.model == '' else 'data'} is empty; omit it to use the demo's")
     path, model = args.path or DEFAULT_PATH, args.model
     require_yaml(path)
     if args.data is not None:
-        from flatout.data.rows.sources import require_local
-
         require_local(args.data)
     if model is None and args.data is not None:
         # the model whose tokenizer the data set was built with
         root = DataConfig().root
         entry = registry.load(root).get(args.data)
         if entry is None:
-            text = (
-                f"--data {args.data}: also give --model; only data sets in {root / registry.FILE_NAME} record a model"
-            )
-            raise UsageError(text, [Fix({"--model": "Qwen/Qwen3-0.6B"}, "for example")])
+            text = f"also give --model; only data sets in {root / registry.FILE_NAME} record a model"
+            raise UsageError(f"--data {args.data}: {text}", [Fix({"--model": "Qwen/Qwen3-0.6B"}, "for example")])
         model = entry.tokenizer
     config = starting_config(_as_name(path.stem, "run"), data=args.data, model=model)
     config = config.model_copy(update={"data": _with_columns(config.data, args)})
@@ -89,7 +88,6 @@ def run(args: argparse.Namespace) -> int:
 
         write_demo(DEMO_DIR, seed=42)
         print(f"wrote {DEMO_DIR}/: a small chat data set and a tiny model to try it with")
-    return 0
 
 
 def _next(path: Path, data: str | None, model: str | None) -> str:
@@ -135,19 +133,11 @@ def _with_columns(data: DataConfig, args: argparse.Namespace) -> DataConfig:
             fix = Fix({"--data": (files_of_rows() or ["chats.jsonl"])[0]}, "for example")
             raise UsageError("--column needs --data, whose columns it renames", [fix])
         return data
-    from flatout.data.rows.archives import read_file
-    from flatout.data.rows.formats.parser import make_parser
-    from flatout.data.rows.read import raise_error, row_type
-    from flatout.data.rows.sources import Unread
 
     def read(data: DataConfig) -> DataConfig:
         for source in data.sources:
             path = Path(source.path)
-            if (
-                path.is_file()
-                and row_type(path)
-                and (row := next(read_file(path, raise_error, Unread("", "skip")), None))
-            ):
+            if path.is_file() and row_type(path) and (row := first_row(path)):
                 make_parser(source, row)
         return data
 

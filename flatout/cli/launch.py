@@ -24,9 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="file to write; without it, print to stdout")
     parser.add_argument("--name", help="job name (the run's name)")
     parser.add_argument("--nodes", type=COUNT, default=1, help="number of nodes (1)")
-    parser.add_argument(
-        "--gpus-per-node", type=COUNT, default=None, metavar="N", help="GPUs per node (as in gpus, or 1)"
-    )
+    parser.add_argument("--gpus-per-node", type=COUNT, metavar="N", help="GPUs per node (as in gpus, or 1)")
     parser.add_argument("--partition", help="Slurm: partition")
     parser.add_argument("--account", help="Slurm: account")
     parser.add_argument("--time", default="24:00:00", help="Slurm: time limit (24:00:00)")
@@ -37,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runtime", help="Kubernetes: training runtime of the TrainJob (torch-distributed)")
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Check the configuration, then write or print the job."""
     config = load_config(args.config, args.overrides)
     gpus = len(config.gpus or [0]) if args.gpus_per_node is None else args.gpus_per_node
@@ -65,7 +63,6 @@ def run(args: argparse.Namespace) -> int:
             submit = f"kubectl create secret generic {secret} {literal} && {submit}"
     if args.out is None:
         print(text, end="")
-        return 0
+        return
     write_new(args.out, text)
     print(f"wrote {args.out}; nothing was submitted. Check it, then run: {submit} {args.out}")
-    return 0

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from flatout import __version__
-from flatout.api.commands import exit_code_of
-from flatout.api.verb import Verb
+from flatout.api.commands import Verb, exit_code_of
 from flatout.cli.parser import OVERRIDE, Parser, refuse_unknown_options
 from flatout.cli.verbs import GUESTS, VERBS, all_verbs, find_verb
 from flatout.environment import let_idle_threads_sleep

@@ -55,6 +55,7 @@ class Parser(argparse.ArgumentParser):
         form = argparse.RawDescriptionHelpFormatter
         super().__init__(epilog=example and f"example: {self.example}", formatter_class=form, **settings)
         self.set_defaults(parser=self)  # of an action's parser, if there is one
+        self._needed: list[argparse.Action] = []
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self._words}: {message}" + (f"\n  example: {self.example}" if self.example else ""))
@@ -62,6 +63,34 @@ class Parser(argparse.ArgumentParser):
     @property
     def _words(self) -> str:
         return self.prog.removeprefix("flatout ")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does; what is missing is named with its help."""
+        self._needed = [action for action in self._actions if action.required]
+        for action in self._needed:
+            action.required = False
+        try:
+            parsed, rest = super().parse_known_args(args, namespace)
+        finally:
+            self._are_needed()
+        if missing := [action for action in self._needed if getattr(parsed, action.dest, None) is None]:
+            names = " and ".join(map(_name_of, missing))
+            self.error(f"give {names}" + ("" if missing[1:] or not missing[0].help else f": {missing[0].help}"))
+        return parsed, rest
+
+    def format_help(self) -> str:
+        self._are_needed()
+        return super().format_help()
+
+    def _are_needed(self) -> None:
+        for action in self._needed:
+            action.required = True
+
+    def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
+        try:
+            return super()._match_argument(action, arg_strings_pattern)
+        except argparse.ArgumentError:
+            self.error(f"{_name_of(action)} needs a value: {action.help}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:
@@ -75,10 +104,11 @@ class Parser(argparse.ArgumentParser):
         choices = [*map(str, action.choices or ())]
         meant = str(next(iter(value_meant(action.dest, value).settings.values())))
         near = [meant] if meant in choices else difflib.get_close_matches(str(value).lower(), choices, n=1)
-        what, option = _name_of(action), next(iter(action.option_strings), None)
+        option = next(iter(action.option_strings), None)
         hint = f"; did you mean {near[0]}?" if near and not option else ""
         fixes = [Fix({option: near[0]})] if near and option else []
-        return UsageError(f"{self._words}: {what} is {value!r}; expected {', '.join(choices)}{hint}", fixes)
+        what = f"{_name_of(action)} is {value!r}; expected {', '.join(choices)}{hint}"
+        return UsageError(f"{self._words}: {what}", fixes)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:
@@ -145,7 +175,7 @@ def _refuse_settings_as_options(words: Sequence[str], known: Sequence[str]) -> N
             (setting, meant), *_ = alias.settings.items()
             needs = meant is True and not isinstance(default_of(setting), bool)
             fix = Fix({setting: default_of(setting)}, "for example") if needs else alias
-            refused.append(Problem(option, (fix,)))
+            refused.append(Problem(option, fixes=(fix,)))
     if refused:
         options = ", ".join(problem.text for problem in refused)
         raise UsageError(f"there is no option {options}: a setting is written without dashes", together(refused))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from flatout.errors import Fix, UsageError
 from flatout.parallel.rank import Rank
 from flatout.planner.devices import DEVICES, Device, find_device, near_device
 from flatout.planner.steps.step_plan import StepPlan
+from flatout.planner.steps.training_plan import TrainingPlan
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.track.console import PhaseCallback
 
@@ -30,33 +31,21 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     add_settings(parser, "batch.samples_per_step=64")
-    parser.add_argument(
-        "--ranks",
-        type=Number(int, 1, 100_000),
-        metavar="N",
-        help="plan for N GPUs (default: the number of `gpus`, or 1)",
-    )
-    parser.add_argument(
-        "--tokens-per-s",
-        type=Number(float, 0.001),
-        metavar="X",
-        help="tokens/s over all ranks; adds a time estimate",
-    )
-    gpu = parser.add_mutually_exclusive_group()
-    gpu.add_argument(
-        "--device",
-        metavar="GPU",
-        help="plan memory for this GPU: h200, 4090, 12GB ...; all: for each; cpu: for the CPU (this machine)",
-    )
+    add, gpu = parser.add_argument, parser.add_mutually_exclusive_group()
+    ranks = "plan for N GPUs (default: the number of `gpus`, or 1)"
+    add("--ranks", type=Number(int, 1, 100_000), metavar="N", help=ranks)
+    speed = "tokens/s over all ranks; adds a time estimate"
+    add("--tokens-per-s", type=Number(float, 0.001), metavar="X", help=speed)
+    device = "plan memory for this GPU: h200, 4090, 12GB ...; all: for each; cpu: for the CPU (this machine)"
+    gpu.add_argument("--device", metavar="GPU", help=device)
     gpu.add_argument("--measured", type=Path, metavar="FILE", help="memory.json of a run: plan for its GPU as measured")
-    parser.add_argument("--step", type=int, metavar="I", help="print the ranks and micro-batches of step I (from 0)")
-    yes = "accept the proposed columns if the rows fit no format"
-    parser.add_argument("--yes", action="store_true", help=yes)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    add("--step", type=int, metavar="I", help="print the ranks and micro-batches of step I (from 0)")
+    add("--yes", action="store_true", help="accept the proposed columns if the rows fit no format")
+    add("--json", action="store_true", help="print JSON instead of text")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Plan and print. Returns 0; raises FlatoutError for a configuration or data that cannot be planned."""
+def run(args: argparse.Namespace) -> None:
+    """Plan and print. Raises FlatoutError for a configuration or data that cannot be planned."""
     name = (args.device or "").lower()
     # these are the setting, which people name here, too
     setting = [f"device={name}"] if name in ("auto", "cpu") else []
@@ -94,24 +83,26 @@ def run(args: argparse.Namespace) -> int:
     config, planned, why_not = with_columns(plan_with, config.data, takes=args.yes)
     from flatout.trainer.preview import fit_devices, summarize_plan
 
+    values: Mapping[str, Any]
     if name == "all":
-        fits = fit_devices(config, planned, rank)
-        print(json.dumps(fits) if args.json else rows(fits.items()))
-        return 0
-    plan = planned.plan
-    if args.step is not None:
-        if not 0 <= args.step < plan.num_steps:
-            last = plan.num_steps - 1
-            known = f"0 to {last}, the last step of the run" if last else "0, as this run has one step only"
-            raise UsageError(f"--step is {args.step}; expected {known}")
-        step = plan.step(args.step)
-        facts = asdict(step)
-        facts["ranks"] = facts.pop("by_rank")  # the name that programs read
-        print(json.dumps(facts) if args.json else "\n".join(step_lines(step)))
-        return 0
-    summary = summarize_plan(config, planned, args.tokens_per_s, why_not)
-    print(json.dumps(_plain_values(summary)) if args.json else rows(summary.rows(recorder.events)))
-    return 0
+        values = fit_devices(config, planned, rank)
+        text = rows(values.items())
+    elif args.step is not None:
+        step = _step(planned.plan, args.step)
+        facts, text = asdict(step), "\n".join(step_lines(step))
+        values = facts | {"ranks": facts.pop("by_rank")}  # the name that programs read
+    else:
+        summary = summarize_plan(config, planned, args.tokens_per_s, why_not)
+        values, text = _plain_values(summary), rows(summary.rows(recorder.events))
+    print(json.dumps(values) if args.json else text)
+
+
+def _step(plan: TrainingPlan, index: int) -> StepPlan:
+    if not 0 <= index < plan.num_steps:
+        last = plan.num_steps - 1
+        known = f"0 to {last}, the last step of the run" if last else "0, as this run has one step only"
+        raise UsageError(f"--step is {index}; expected {known}")
+    return plan.step(index)
 
 
 def _device(config: Config, name: str, measured: Path | None) -> Device | None:

@@ -8,14 +8,17 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from flatout.cli.screen import aligned
 from flatout.errors import UsageError
 from flatout.io.redact import printable
-
-if TYPE_CHECKING:
-    from flatout.view.open_runs import RunRow
+from flatout.track.figures import short_count, short_time
+from flatout.track.record import EVAL
+from flatout.track.run_log import write_notes
+from flatout.view.open_runs import RunRow, find_run, list_runs, run_folders
 
 # what rows are sorted by: the field of RunRow
 _SORTS = {
@@ -38,10 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--untag", nargs="+", metavar=("RUN", "TAG"), help="remove tags of a run")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print the list, after notes and tags were written. Returns 0; raises UsageError for what does not exist."""
-    from flatout.view.open_runs import list_runs
-
+def run(args: argparse.Namespace) -> None:
+    """Print the list, after notes and tags were written. Raises UsageError for what does not exist."""
     if not args.folder.is_dir():
         if args.folder == Path("runs"):
             raise UsageError("there is no folder runs; train one: flatout train run.yaml")
@@ -64,14 +65,10 @@ def run(args: argparse.Namespace) -> int:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         problems = [printable(problem) for row in rows for problem in row.problems]
         print("\n".join([*_table([_HEAD, *map(_cells, rows)], width), *problems]))
-    return 0
 
 
 def _write_notes(args: argparse.Namespace) -> None:
     """Write what --note, --tag and --untag say. Raises UsageError for a run or a text that is missing."""
-    from flatout.track.run_log import write_notes
-    from flatout.view.open_runs import find_run, run_folders
-
     for option in ("note", "tag", "untag"):
         if (words := getattr(args, option)) is None:
             continue
@@ -86,9 +83,6 @@ def _write_notes(args: argparse.Namespace) -> None:
 
 
 def _cells(row: RunRow) -> tuple[str, ...]:
-    from flatout.track.figures import short_count, short_time
-    from flatout.track.record import EVAL
-
     def shown(value: Any, form: Callable[[Any], str]) -> str:
         return "-" if value is None else form(value)
 
@@ -104,12 +98,6 @@ def _cells(row: RunRow) -> tuple[str, ...]:
 
 def _table(rows: list[tuple[str, ...]], width: int | None) -> list[str]:
     """Return aligned lines, without notes and tags if no run has any; their ends are cut to the width of a terminal."""
-    used = [place for place, name in enumerate(rows[0]) if name not in ("tags", "note") or _is_used(rows, place)]
-    rows = [tuple(printable(row[place]) for place in used) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    is_shown = [name not in ("tags", "note") or {*cells} != {"-"} for name, *cells in zip(*rows, strict=True)]
+    lines = aligned([[printable(cell) for cell in compress(row, is_shown)] for row in rows])
     return lines if width is None else [line if len(line) <= width else line[: width - 1] + "…" for line in lines]
-
-
-def _is_used(rows: list[tuple[str, ...]], place: int) -> bool:
-    return any(row[place] != "-" for row in rows[1:])

@@ -1,22 +1,21 @@
-"""What verbs have in common: rows of 80 columns, quick imports, and no progress bars of other libraries."""
+"""What verbs have in common: rows and tables, quick imports, and no progress bars of other libraries."""
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from flatout.api.commands import WIDTH as WIDTH
 from flatout.api.commands import rows as rows
-from flatout.environment import require_docstrings
+from flatout.environment import environment, require_docstrings, set_environment
 from flatout.errors import Fix, UsageError
 from flatout.io.redact import printable
 
 if TYPE_CHECKING:
-    from flatout.config.data import DataConfig
+    from flatout.config.schema import Config, DataConfig
     from flatout.track.console import ConsoleCallback
 
 T = TypeVar("T")
@@ -51,6 +50,13 @@ def quiet_transformers() -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+
+
+def show_gpus(config: Config) -> None:
+    """Show this process the GPUs of a run alone; call it before torch looks for GPUs."""
+    from flatout.launch.launch_mode import visible_devices_env
+
+    set_environment(visible_devices_env(environment(), gpus=config.gpus, on_cpu=config.device == "cpu"))
 
 
 def progress_console() -> ConsoleCallback:
@@ -89,25 +95,10 @@ def _agrees(question: str) -> bool:
     return is_asked and input(question).strip().lower() in ("y", "yes")
 
 
-def run_folder(name: str) -> Path:
-    """Return the folder of a run that an argument names, to read it. Raises UsageError as `find_run` does."""
-    from flatout.view.open_runs import find_run  # lazy, so that --help stays instant
-
-    return find_run(name)
-
-
-def finished_run(name: str) -> Path:
-    """Return the folder of a run that has results, or of an adapter. Raises UsageError as `find_run` does."""
-    from flatout.view.open_runs import find_run  # lazy, as above
-
-    return find_run(name, needs_results=True)
-
-
-def model_target(name: str) -> str:
-    """Return the folder or hub id of a model that an argument names. Raises UsageError as `find_model` does."""
-    from flatout.view.open_runs import find_model  # lazy, as above
-
-    return find_model(name)
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines whose columns are as wide as their longest cell."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
 
 
 def pairs_of(option: str, given: Iterable[str], form: str = "NAME=VALUE") -> dict[str, str]:

@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-browser", action="store_true", help="only print the address")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Serve the current folder until Ctrl-C. Returns 0; raises UsageError, and ResourceError for a port in use."""
+def run(args: argparse.Namespace) -> None:
+    """Serve the current folder until Ctrl-C. Raises UsageError, and ResourceError for a port in use."""
     if not 0 <= args.port < 1 << 16:
         raise UsageError(f"--port is {args.port}; expected a free port such as 8765, at most 65535")
     if lost := next((folder for folder in args.models if not folder.is_dir()), None):
@@ -55,7 +55,6 @@ def run(args: argparse.Namespace) -> int:
             serve(Path.cwd(), args.port, print, on_ready, args.models)
     finally:
         signal.signal(signal.SIGTERM, before)
-    return 0
 
 
 def write_redirect(folder: Path, address: str) -> Path:

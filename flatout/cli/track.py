@@ -7,23 +7,24 @@ import sys
 import time
 from typing import TextIO
 
-from flatout.cli.screen import WIDTH, run_folder
+from flatout.cli.screen import WIDTH
 from flatout.errors import ResourceError, UsageError
 from flatout.io.file_lock import RunLock
 from flatout.track.forward import Delivery, TrackedRun
 from flatout.track.trackers import TRACKERS, require_installed
+from flatout.view.open_runs import find_run
 
 POLL_S, PRINT_EVERY_S = 0.1, 4.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("run", type=run_folder, metavar="RUN", help="name or folder of a run")
+    parser.add_argument("run", type=find_run, metavar="RUN", help="name or folder of a run")
     parser.add_argument("--to", metavar="NAME[,NAME]", help=f"instead of the run's track.to: {', '.join(TRACKERS)}")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Send. Returns 0 if every tracker has everything; raises ResourceError (exit code 6) if one does not answer."""
+def run(args: argparse.Namespace) -> None:
+    """Send. Raises ResourceError (exit code 6) if a tracker does not answer."""
     tracked = TrackedRun.read(args.run)
     names = list(dict.fromkeys(args.to.split(","))) if args.to else tracked.config.to
     if not names:
@@ -44,7 +45,6 @@ def run(args: argparse.Namespace) -> int:
         raise ResourceError(f"{reasons}; nothing is lost: run the same command again")
     for delivery in deliveries:
         print(f"{delivery.name:<11} has everything; {delivery.num_sent:,} records sent now"[:WIDTH])
-    return 0
 
 
 def _show_progress(deliveries: list[Delivery], limit_s: float, screen: TextIO) -> None:

@@ -19,14 +19,7 @@ from flatout.cli.screen import import_without_gc, quiet_transformers, with_colum
 from flatout.config.read import load_with_files
 from flatout.config.schema import Config, DataConfig
 from flatout.data.build import refuse_early
-from flatout.environment import (
-    LAUNCHED,
-    LOGS,
-    PARENT,
-    environment,
-    prepare_torch,
-    whole_number,
-)
+from flatout.environment import LAUNCHED, LOGS, PARENT, environment, prepare_torch, whole_number
 from flatout.errors import Fix, FlatoutError, ResourceError, UsageError
 from flatout.io.no_gpu import require_gpu_driver
 from flatout.io.stop_signals import SIGNAL_EXIT_CODE
@@ -41,12 +34,8 @@ from flatout.track.run_log import read_run
 from flatout.track.start_up import StartUpClock, bytecode_problem, process_launch
 from flatout.track.summary import next_commands, summarize, summary_lines
 
-# modules that take long to import, by package
-HEAVY_IMPORTS = {
-    "torch": "torch",
-    "transformers": "transformers.modeling_utils",
-    "flatout": "flatout.trainer.run",
-}
+# modules that take long to import
+HEAVY_IMPORTS = ("torch", "transformers.modeling_utils", "flatout.trainer.run")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,18 +87,11 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(mode, SpawnRanks):
             return start_ranks(config, mode, argv, launched_at=own_launch, shows_all=args.verbose)[0]
         prepare_torch(mode.environment)
-        # a .py configuration may change anything in this process
-        with_columns(
-            lambda data: _train_here(
-                config.model_copy(update={"data": data}),
-                args.profile,
-                start_up,
-                reuse_measured=args.config.suffix != ".py",
-                shows_all=args.verbose,
-            ),
-            config.data,
-            takes=args.yes,
-        )
+
+        def train(data: DataConfig) -> None:
+            _train_here(config.model_copy(update={"data": data}), args, start_up)
+
+        with_columns(train, config.data, takes=args.yes)
         return 0
     finally:
         # whoever started the ranks prints it once, after the last restart
@@ -169,11 +151,9 @@ def _start_in_tmux(config: Config, mode: LaunchMode, name: str, argv: list[str],
     print(f"started; watch it with `tmux attach -t {name}` or `tmux attach -t {name}_gpu_0`")
 
 
-def _train_here(
-    config: Config, profile_steps: int | None, start_up: StartUpClock, *, reuse_measured: bool, shows_all: bool
-) -> None:
+def _train_here(config: Config, args: argparse.Namespace, start_up: StartUpClock) -> None:
     """Train in this process, alone or as one rank."""
-    folder = environment().get(LOGS)
+    folder, is_first = environment().get(LOGS), Rank.from_env().is_first
     report = RankReport(Rank.from_env().index, os.getpid(), time.time())
 
     def end(exit_code: int, error: BaseException | None = None) -> None:
@@ -186,33 +166,34 @@ def _train_here(
     if folder:
         report.write(Path(folder))
     try:
-        with ConsoleCallback(every_record=config.log_every_steps != 1, shows_all=shows_all) as console:
-            if Rank.from_env().is_first:
+        with ConsoleCallback(every_record=config.log_every_steps != 1, shows_all=args.verbose) as console:
+            if is_first:
                 console.on_phase("reading the first rows")
                 refuse_early(config.data, config.model.name)
             _open_device(config)
             # import torch only after the configuration is checked, and what takes long one by one, to time it
-            for package, module in HEAVY_IMPORTS.items():
-                start_up.begin(f"importing {package}")
-                if Rank.from_env().is_first:
-                    console.on_phase(f"importing {package}")
+            for module in HEAVY_IMPORTS:
+                start_up.begin(phase := f"importing {module.partition('.')[0]}")
+                if is_first:
+                    console.on_phase(phase)
                 import_without_gc(module)
-            if Rank.from_env().is_first and (problem := bytecode_problem(("torch", "transformers"))):
+            if is_first and (problem := bytecode_problem(("torch", "transformers"))):
                 console.on_stage("imports", problem, "yellow")
             from flatout.profile.profiler import Profiler
             from flatout.trainer.run import train
 
             quiet_transformers()
             profilers = []
-            if profile_steps is not None:
-                profilers.append(Profiler(config.folder, profile_steps, partial(console.on_stage, "profile")))
+            if args.profile is not None:
+                profilers.append(Profiler(config.folder, args.profile, partial(console.on_stage, "profile")))
             train(
                 config,
                 callbacks=profilers,
                 console=console,
                 on_peer_lost=lambda error: end(error.exit_code, error),
                 start_up=start_up,
-                reuse_measured=reuse_measured,
+                # a .py configuration may change anything in this process
+                reuse_measured=args.config.suffix != ".py",
             )
     except BaseException as error:
         unnamed = SIGNAL_EXIT_CODE + signal.SIGINT if isinstance(error, KeyboardInterrupt) else UNCAUGHT_EXIT_CODE

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
-from flatout.api.verb import Verb
+from flatout.api.commands import Verb
 from flatout.config.spelling import as_data_options, as_init_options
 from flatout.errors import Fix, UsageError, reason_of
 
@@ -19,7 +19,7 @@ def _verb(name: str, group: str, what: str, example: str = "", **more: Any) -> V
         import_module(f"flatout.cli.{name}").add_arguments(parser)
 
     def run(args: Namespace) -> int:
-        return int(import_module(f"flatout.cli.{name}").run(args))
+        return int(import_module(f"flatout.cli.{name}").run(args) or 0)
 
     return Verb(name, group, what, arguments, run, example, **more)
 

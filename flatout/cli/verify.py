@@ -6,10 +6,8 @@ import argparse
 import textwrap
 
 from flatout.cli.parser import COUNT, Number, add_settings
-from flatout.cli.screen import WIDTH, import_transformers
+from flatout.cli.screen import WIDTH, import_transformers, show_gpus
 from flatout.config.read import load_config
-from flatout.environment import environment, set_environment
-from flatout.launch.launch_mode import visible_devices_env
 
 COLUMNS = f"{'case':<33} {'ranks':>5} {'micro':>5} {'loss':>7} {'gradient':>8} {'norm':>7}  verdict"
 
@@ -23,11 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fp64", action="store_true", help="verify in fp64 instead of fp32 (limit 1e-5)")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print the table. Returns 0 if all rows agree; raises NumericError (exit code 5) if one is above its limit."""
+def run(args: argparse.Namespace) -> None:
+    """Print the table. Raises NumericError (exit code 5) if one is above its limit."""
     config = load_config(args.config, args.overrides)
-    # before torch looks for GPUs
-    set_environment(visible_devices_env(environment(), gpus=config.gpus, on_cpu=config.device == "cpu"))
+    show_gpus(config)
     import_transformers()
     import torch
 
@@ -49,14 +46,10 @@ def run(args: argparse.Namespace) -> int:
                 print(f"  {text}", flush=True)
 
     has_gpus = config.device != "cpu" and torch.cuda.is_available()
-    num_ranks = len(config.gpus) if config.gpus else torch.cuda.device_count() if has_gpus else 2
+    num_ranks = args.ranks or len(config.gpus or ()) or (torch.cuda.device_count() if has_gpus else 2)
     print(COLUMNS)
     rows, notes = verify(
-        config,
-        num_ranks=args.ranks or num_ranks,
-        exact="fp64" if args.fp64 else "fp32",
-        tolerance=args.tolerance,
-        on_row=print_row,
+        config, num_ranks=num_ranks, exact="fp64" if args.fp64 else "fp32", tolerance=args.tolerance, on_row=print_row
     )
     for note in notes:
         print(textwrap.fill(f"note: {note}", WIDTH, subsequent_indent="  "))
@@ -64,4 +57,3 @@ def run(args: argparse.Namespace) -> int:
     require_equal(rows)
     left_out = sum(row.verdict == "left out" for row in rows)
     print(f"{len(rows) - left_out} rows agree" + (f", {left_out} left out" if left_out else ""))
-    return 0

@@ -16,7 +16,6 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from flatout.cli.screen import run_folder
 from flatout.errors import DataError, counted, reason_of
 from flatout.io.redact import printable
 from flatout.track.callback import deliver
@@ -25,6 +24,7 @@ from flatout.track.figures import named, short_time
 from flatout.track.record import EVAL, STEP, STEP_PARTS, EvalRecord, StepRecord, describe_event
 from flatout.track.run_log import RunFollower, RunLog
 from flatout.track.summary import next_commands, summarize, summary_lines
+from flatout.view.open_runs import find_run
 
 POLL_S = 1.0
 # the exit code that shells give to a program ended by Ctrl-C
@@ -38,11 +38,11 @@ COLORS = ("red", "green", "blue", "magenta", "cyan", "yellow")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("run", type=run_folder, metavar="RUN", help="a run, running or finished")
+    parser.add_argument("run", type=find_run, metavar="RUN", help="a run, running or finished")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Watch until the run ends; return 0. Raises DataError for a folder that is not a run's, or is deleted."""
+def run(args: argparse.Namespace) -> int | None:
+    """Watch until the run ends. Raises DataError for a folder that is not a run's, or is deleted."""
     console = Console(file=cast(TextIO, sys.stdout), force_terminal=sys.stdout.isatty())
     try:
         follower = RunFollower(args.run)
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise DataError(f"cannot read {error.filename}: {reason_of(error)}; name the folder of a run") from error
     print("\n".join(summary_lines(summarize(log), next_commands(log))))
-    return 0
+    return None
 
 
 def _polls(follower: RunFollower) -> Iterator[bool]:
@@ -76,11 +76,8 @@ def _polls(follower: RunFollower) -> Iterator[bool]:
 
 def has_ended(log: RunLog) -> bool:
     """Whether nothing more is to come: no process trains the run, or a run of another host is silent for long."""
-    return log.state != "running" and (log.state != "not ended" or _is_quiet(log))
-
-
-def _is_quiet(log: RunLog) -> bool:
-    return _news_age_s(log) > max(QUIET_S, QUIET_STEPS * log.steps[-1].step_s if log.steps else 0.0)
+    quiet_s = max(QUIET_S, QUIET_STEPS * log.steps[-1].step_s if log.steps else 0.0)
+    return log.state != "running" and (log.state != "not ended" or _news_age_s(log) > quiet_s)
 
 
 def _news_age_s(log: RunLog) -> float:
@@ -92,15 +89,15 @@ def _news_age_s(log: RunLog) -> float:
 def _print_lines(follower: RunFollower) -> None:
     """Print what is new, as the run itself does in a pipe."""
     log, num_events = follower.log, 0
-    last_steps: dict[type, int] = {}
+    last_steps = dict[type, int]()
     with ConsoleCallback() as console:
         for _ in _polls(follower):
             records: list[StepRecord | EvalRecord] = [*log.steps, *log.evals]
             # an evaluation is recorded after the step that it follows
-            new = (one for one in records if one.step > last_steps.get(type(one), -1))
-            for record in sorted(new, key=lambda one: one.step):
-                deliver(console, record)
-                last_steps[type(record)] = record.step
+            for record in sorted(records, key=lambda one: one.step):
+                if record.step > last_steps.get(type(record), -1):
+                    deliver(console, record)
+                    last_steps[type(record)] = record.step
             for event in log.events[num_events:]:
                 console.on_event(str(event.get("kind")), _facts(event))
             num_events = len(log.events)
@@ -203,10 +200,8 @@ def _state(log: RunLog) -> Iterator[tuple[str, str]]:
     """Yield whether the run lives, how it ended, and which other verb holds its folder."""
     age = f"last news {short_time(max(0, round(_news_age_s(log))))} ago"
     if log.state == "running":
-        yield (
-            "state",
-            f"running, {age}" + ("" if log.steps else f": {last_line(log.folder / 'train.log').partition(' ')[2]}"),
-        )
+        said = "" if log.steps else f": {last_line(log.folder / 'train.log').partition(' ')[2]}"
+        yield "state", f"running, {age}{said}"
     elif log.state == "killed":
         yield "state", f"killed, {age}; the same command resumes it"
     elif log.end is None:

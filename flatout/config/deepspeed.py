@@ -12,7 +12,14 @@ AUTO = "auto"
 # defaults at stage 3: a bucket of 5e8 fp32 gradients, and up to 1e9 gathered bf16 weights
 STAGE_3_BUFFERS_BYTES = 4 * 500_000_000 + 2 * 1_000_000_000
 DEFAULT: Mapping[str, Any] = {"zero_optimization": {"stage": 2}}
-
+# what is sent unless the JSON says otherwise
+_DEFAULTS = {
+    "log_level": "warning",
+    "timers.throughput.enabled": False,
+    "zero_optimization": {"stage": 2},
+    # sums over micro-batches: the JSON may choose a narrower dtype; DeepSpeed's default is that of the weights
+    "data_types.grad_accum_dtype": "fp32",
+}
 # DeepSpeed features that replace flatout's own, or change the planned steps: dotted name -> what to do instead
 _REFUSED = {
     "activation_checkpointing": "set recompute instead",
@@ -33,22 +40,24 @@ _SECTIONS = (
     "optimizer.params", "scheduler", "scheduler.params", "bf16", "fp16", "torch_autocast", "data_types", "timers",
     "timers.throughput",
 )  # fmt: skip
-_SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+# flatout's optimizer and schedule take their places: nothing in them is sent
+_REPLACED = {"optimizer": "flatout's optimizer", "scheduler": "flatout's schedule"}
+_SCHEDULES = {"constant": ("WarmupLR",), "linear": ("WarmupDecayLR",), "cosine": ("WarmupCosineLR",)}
 # a flatout.config.schema.Config; that file imports this one
 Settings = Any
 
 
 class Owned(NamedTuple):
-    """An entry that our settings decide: `sent` is used; the JSON may omit it, or have auto or one of `same`.
-
-    `ours` is what decides it, and `shown` its value as the user wrote it.
-    """
+    """An entry that a setting decides: the JSON may omit it, or have auto or one of `same`."""
 
     name: str
     ours: str
+    """What decides it."""
     shown: Any
-    sent: Any
+    """The setting's value, as the user wrote it."""
     same: tuple[Any, ...] = ()
+    sent: Any = None
+    """What DeepSpeed gets, if it gets the entry."""
 
 
 def stage_of(given: Mapping[str, Any] | None) -> int:
@@ -59,36 +68,31 @@ def stage_of(given: Mapping[str, Any] | None) -> int:
 
 def offloads(given: Mapping[str, Any] | None) -> bool:
     """Return whether optimizer state is kept outside the GPU."""
-    zero = (given or {}).get("zero_optimization") or {}
-    return bool((zero.get("offload_optimizer") or {}).get("device", "none") != "none")
+    return bool((_get(given or {}, "zero_optimization.offload_optimizer.device") or "none") != "none")
 
 
 def check(config: Settings) -> None:
     """Raise ValueError naming each entry that contradicts a setting, before anything is read or loaded."""
     if config.strategy != "deepspeed":
-        if config.deepspeed is None:
-            return
-        text = f"deepspeed needs a strategy of its own, not {config.strategy}"
-        raise SettingError(text, Fix({"strategy": "deepspeed"}))
+        if config.deepspeed is not None:
+            text = f"deepspeed needs a strategy of its own, not {config.strategy}"
+            raise SettingError(text, Fix({"strategy": "deepspeed"}))
+        return
     if config.sharding != type(config.sharding)():
         raise ValueError("sharding has no effect with strategy: deepspeed; set it in the DeepSpeed JSON")
-    has_optimizer = config.optim.path is None and OPTIMIZERS[config.optim.name].deepspeed
-    if not has_optimizer or config.full.weights == "bf16":
-        kept = "optim.path" if config.optim.path else f"optim.name: {config.optim.name}"
-        what = "full.weights: bf16" if has_optimizer else kept
-        text = f"strategy: deepspeed does not work with {what}, since it keeps fp32 weights and moments of its own"
-        raise SettingError(text, Fix({"strategy": "fsdp"}))
-    for name, default in (("compute", "model"), ("hidden_states", "fp32")):
-        if (value := getattr(config.full, name)) != default:
-            text = f"strategy: deepspeed does not work with full.{name}: {value}"
-            raise SettingError(text, Fix({"strategy": "fsdp"}))
+    own_state = ", since it keeps fp32 weights and moments of its own"
     beside = config.lora.modules_to_save or (config.method == "lora" and config.data.added_tokens)
-    if beside and stage_of(config.deepspeed) == 3:
-        raise SettingError(
-            "lora.modules_to_save and data.new_tokens do not work with DeepSpeed's stage 3, which empties the weights "
-            "that they cast; stage 2 keeps them",
-            Fix({"strategy": "fsdp"}),
-        )
+    against = {
+        f"optim.path{own_state}": config.optim.path,
+        f"optim.name: {config.optim.name}{own_state}": not OPTIMIZERS[config.optim.name].deepspeed,
+        f"full.weights: bf16{own_state}": config.full.weights == "bf16",
+        f"full.compute: {config.full.compute}": config.full.compute != "model",
+        f"full.hidden_states: {config.full.hidden_states}": config.full.hidden_states != "fp32",
+        "lora.modules_to_save and data.new_tokens in stage 3, which empties the weights that they cast; stage 2 keeps "
+        "them": beside and stage_of(config.deepspeed) == 3,
+    }
+    if why := next((why for why, is_given in against.items() if is_given), None):
+        raise SettingError(f"strategy: deepspeed does not work with {why}", Fix({"strategy": "fsdp"}))
     precision = config.model.precision
     if precision == "fp64":
         fixes = (Fix({"model.precision": name}) for name in ("bf16", "fp32"))
@@ -111,21 +115,11 @@ def fill(config: Settings, *, num_ranks: int, precision: str) -> dict[str, Any]:
     if problems := list(_misshapen(given)):
         raise ValueError("; ".join(problems))
     owned = _owned(given, config, num_ranks, precision)
-    if problems := [*_problems(given, owned, precision), *_section_problems(given, config)]:
+    if problems := list(_problems(given, [*owned, *_replaced(config)], precision)):
         raise ValueError("; ".join(problems))
-    filled = _without_auto(given)
-    for name in ("optimizer", "scheduler"):
-        filled.pop(name, None)
-    defaults = {
-        "log_level": "warning",
-        "timers.throughput.enabled": False,
-        "zero_optimization": dict(DEFAULT["zero_optimization"]),
-        # sums over micro-batches: the JSON may choose a narrower dtype; DeepSpeed's default is that of the weights
-        "data_types.grad_accum_dtype": "fp32",
-    }
-    values = {entry.name: entry.sent for entry in owned}
-    values |= {name: value for name, value in defaults.items() if _get(filled, name) is None}
-    for name, value in values.items():
+    filled = {name: value for name, value in _without_auto(given).items() if name not in _REPLACED}
+    values = {name: value for name, value in _DEFAULTS.items() if _get(filled, name) is None}
+    for name, value in {**values, **{entry.name: entry.sent for entry in owned}}.items():
         *sections, last = name.split(".")
         holder = filled
         for section in sections:
@@ -135,6 +129,7 @@ def fill(config: Settings, *, num_ranks: int, precision: str) -> dict[str, Any]:
 
 
 def _owned(given: Mapping[str, Any], config: Settings, num_ranks: int, precision: str) -> list[Owned]:
+    """Return the entries that are sent with our values."""
     optim, samples, cuts = config.optim, config.batch.samples_per_step, "batch.micro_batch_tokens"
     clip, compress = optim.max_grad_norm or 0.0, config.comm.compress
     is_bf16, autocast = precision == "bf16", bool(_get(given, "torch_autocast.enabled"))
@@ -142,21 +137,43 @@ def _owned(given: Mapping[str, Any], config: Settings, num_ranks: int, precision
     sums = "the loss, divided by the step's label tokens,"
     return [
         # DeepSpeed uses these three for reports only; each rank's number of micro-batches differs from step to step
-        Owned("train_batch_size", "batch.samples_per_step", samples, num_ranks, (samples,)),
-        Owned("train_micro_batch_size_per_gpu", cuts, None, 1),
-        Owned("gradient_accumulation_steps", cuts, None, 1),
-        Owned("managed_gradient_accumulation", cuts, True, True, (True,)),
-        Owned("gradient_clipping", "optim.max_grad_norm", optim.max_grad_norm, clip, (clip,)),
+        Owned("train_batch_size", "batch.samples_per_step", samples, (samples,), num_ranks),
+        Owned("train_micro_batch_size_per_gpu", cuts, None, (), 1),
+        Owned("gradient_accumulation_steps", cuts, None, (), 1),
+        Owned("managed_gradient_accumulation", cuts, True, (True,), True),
+        Owned("gradient_clipping", "optim.max_grad_norm", optim.max_grad_norm, (clip,), clip),
         # the mean of losses that are multiplied by the number of ranks: stage 3 cannot sum
-        Owned("gradient_allreduce_op", sums, "mean", "mean", ("mean",)),
-        Owned("prescale_gradients", sums, False, False, (False,)),
-        Owned("gradient_predivide_factor", sums, 1.0, 1.0, (1.0,)),
-        Owned("communication_data_type", "comm.compress", compress, sent, (sent,)),
-        Owned("bf16.enabled", "model.precision", precision, is_bf16 and not autocast, (is_bf16,)),
-        Owned("fp16.enabled", "model.precision", precision, False, (False,)),
-        Owned("zero_allow_untested_optimizer", "optim.name", optim.name, True, (True,)),
-        Owned("zero_force_ds_cpu_optimizer", "optim.name", optim.name, False, (False,)),
+        Owned("gradient_allreduce_op", sums, "mean", ("mean",), "mean"),
+        Owned("prescale_gradients", sums, False, (False,), False),
+        Owned("gradient_predivide_factor", sums, 1.0, (1.0,), 1.0),
+        Owned("communication_data_type", "comm.compress", compress, (sent,), sent),
+        Owned("bf16.enabled", "model.precision", precision, (is_bf16,), is_bf16 and not autocast),
+        Owned("fp16.enabled", "model.precision", precision, (False,), False),
+        Owned("zero_allow_untested_optimizer", "optim.name", optim.name, (True,), True),
+        Owned("zero_force_ds_cpu_optimizer", "optim.name", optim.name, (False,), False),
     ]
+
+
+def _replaced(config: Settings) -> Iterator[Owned]:
+    """Yield the entries of the sections that are not sent, and must be as our settings."""
+    optim, schedule = config.optim, config.schedule
+    yield Owned("optimizer.type", "optim.name", optim.name, OPTIMIZERS[optim.name].deepspeed)
+    yield Owned("scheduler.type", "schedule.kind", schedule.kind, _SCHEDULES.get(schedule.kind, ()))
+    for name, ours, value in (
+        ("optimizer.params.lr", "optim.lr", optim.lr),
+        ("optimizer.params.betas", "optim.beta1 and beta2", [optim.beta1, optim.beta2]),
+        ("optimizer.params.momentum", "optim.beta1", optim.beta1),
+        ("optimizer.params.eps", "optim.eps", optim.eps),
+        ("optimizer.params.weight_decay", "optim.weight_decay", optim.weight_decay),
+        ("optimizer.params.adam_w_mode", "optim.name: adamw", True),
+        ("optimizer.params.torch_adam", "optim.name: adamw", True),
+        ("scheduler.params.warmup_max_lr", "optim.lr", optim.lr),
+        ("scheduler.params.warmup_min_lr", "the start of warm-up", 0),
+        ("scheduler.params.warmup_num_steps", "schedule.warmup_steps", schedule.warmup_steps),
+        ("scheduler.params.total_num_steps", "batch.max_steps", config.batch.max_steps),
+        ("scheduler.params.warmup_type", "the warm-up", "linear"),
+    ):
+        yield Owned(name, ours, value, (value,))
 
 
 def _misshapen(given: Mapping[str, Any]) -> Iterator[str]:
@@ -178,59 +195,23 @@ def _problems(given: Mapping[str, Any], owned: list[Owned], precision: str) -> I
             yield f"{name} is not supported; {remedy}"
     for entry in owned:
         value = _get(given, entry.name)
-        if value in (None, AUTO, *entry.same):
-            continue
-        if entry.same:
-            yield _contradiction(entry.name, value, entry.ours, entry.shown)
-        else:
-            yield f'{entry.name} is {value!r}, but {entry.ours} sets it; write "auto", or remove it'
+        # DeepSpeed knows AdamW and adamw
+        is_same = value in entry.same or (entry.name == "optimizer.type" and str(value).lower() in entry.same)
+        if value not in (None, AUTO) and not is_same:
+            shown = f"is {entry.shown!r}" if entry.same else "sets it"
+            yield f'{entry.name} is {value!r}, but {entry.ours} {shown}; write "auto", or remove it'
+    yield from _unknown_params(given, {entry.name for entry in owned})
     if _get(given, "torch_autocast.enabled"):
         dtype = str(_get(given, "torch_autocast.dtype")).removeprefix("torch.")
         if precision != "bf16" or dtype not in ("bfloat16", "bf16"):
-            yield _contradiction("torch_autocast.dtype", dtype, "model.precision", precision)
+            yield f"torch_autocast.dtype is {dtype!r}, but model.precision is {precision!r}; remove it"
 
 
-def _section_problems(given: Mapping[str, Any], config: Settings) -> Iterator[str]:
-    """Yield a message for each contradiction in the sections `optimizer` and `scheduler`, which are not passed on."""
-    optim, schedule = config.optim, config.schedule
-    optimizer, scheduler = given.get("optimizer") or {}, given.get("scheduler") or {}
-    kind = optimizer.get("type", AUTO)
-    if kind != AUTO and str(kind).lower() not in OPTIMIZERS[optim.name].deepspeed:
-        yield _contradiction("optimizer.type", kind, "optim.name", optim.name)
-    params = {
-        "lr": ("optim.lr", optim.lr),
-        "betas": ("optim.beta1 and beta2", [optim.beta1, optim.beta2]),
-        "momentum": ("optim.beta1", optim.beta1),
-        "eps": ("optim.eps", optim.eps),
-        "weight_decay": ("optim.weight_decay", optim.weight_decay),
-        "adam_w_mode": ("optim.name: adamw", True),
-        "torch_adam": ("optim.name: adamw", True),
-    }
-    yield from _param_problems("optimizer", optimizer, params, "flatout's optimizer")
-    kind = scheduler.get("type", AUTO)
-    if kind != AUTO and _SCHEDULES.get(kind) != schedule.kind:
-        yield _contradiction("scheduler.type", kind, "schedule.kind", schedule.kind)
-    params = {
-        "warmup_max_lr": ("optim.lr", optim.lr),
-        "warmup_min_lr": ("the start of warm-up", 0),
-        "warmup_num_steps": ("schedule.warmup_steps", schedule.warmup_steps),
-        "total_num_steps": ("batch.max_steps", config.batch.max_steps),
-        "warmup_type": ("the warm-up", "linear"),
-    }
-    yield from _param_problems("scheduler", scheduler, params, "flatout's schedule")
-
-
-def _param_problems(
-    section: str, content: Mapping[str, Any], known: Mapping[str, tuple[str, Any]], other: str
-) -> Iterator[str]:
-    for name, value in (content.get("params") or {}).items():
-        ours, expected = known.get(name, (other, "without it"))
-        if value not in (AUTO, expected):
-            yield _contradiction(f"{section}.params.{name}", value, ours, expected)
-
-
-def _contradiction(name: str, value: Any, ours: str, expected: Any) -> str:
-    return f'{name} is {value!r}, but {ours} is {expected!r}; write "auto", or remove it'
+def _unknown_params(given: Mapping[str, Any], names: set[str]) -> Iterator[str]:
+    for section, ours in _REPLACED.items():
+        for name, value in (_get(given, f"{section}.params") or {}).items():
+            if f"{section}.params.{name}" not in names and value != AUTO:
+                yield f"{section}.params.{name} is {value!r}, but {ours} has no such setting; remove it"
 
 
 def _get(content: Mapping[str, Any], name: str) -> Any:

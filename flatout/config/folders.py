@@ -43,7 +43,7 @@ _HOLDERS = re.compile(r"checkpoints|eval|spikes|logs(/node-\d+)?")
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether a run has this folder, by the identity in its run.json; other programs write start.json and the like."""
+    """Whether a run has this folder, by its run.json; other programs write start.json and the like."""
     try:
         return _run_id(_identity(folder)) is not None
     except (CheckpointError, OSError):
@@ -59,10 +59,10 @@ def run_identity(run_dir: Path, durable_io: DurableIO | None = None) -> str:
     require_own(run_dir)
     if (content := _identity(run_dir)) is None:
         return mark_run(run_dir, secrets.token_hex(8), durable_io)
-    if (run_id := _run_id(content)) is None:
-        shown = repr(content.get("run_id"))
-        raise CheckpointError(f"{run_dir / RUN_NAME}: run_id: found {shown}, expected 8 to 32 hex digits")
-    return run_id
+    if run_id := _run_id(content):
+        return run_id
+    shown = repr(content.get("run_id"))
+    raise CheckpointError(f"{run_dir / RUN_NAME}: run_id: found {shown}, expected 8 to 32 hex digits")
 
 
 def mark_run(run_dir: Path, run_id: str, durable_io: DurableIO | None = None) -> str:

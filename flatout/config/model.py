@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
-from flatout.config.section import PathText, Section, Share, own_code_problem, refuse_unused
+from flatout.config.section import PathText, Section, Share, refuse_unused, require_own_code, require_regex
 from flatout.errors import Fix, SettingError
 
 CompileMode: TypeAlias = Literal["auto", "off"]
@@ -184,18 +184,12 @@ class LoraConfig(Section):
 
     @model_validator(mode="after")
     def _targets_are_usable(self) -> Self:
-        if isinstance(self.targets, str) and self.targets != "all-linear":
-            try:
-                re.compile(self.targets)
-            except re.error as error:
-                raise ValueError(f"targets is not a valid regular expression: {error}") from error
+        if isinstance(self.targets, str):
+            require_regex("targets", self.targets)
         if self.targets == []:
             raise ValueError("targets is empty; name modules or use all-linear")
         for pattern in (*self.rank_pattern, *self.alpha_pattern):
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{pattern!r} of a pattern is not a valid regular expression: {error}") from error
+            require_regex(f"{pattern!r} of a pattern", pattern)
         if self.layer_indices == []:
             raise ValueError("layers is empty; list layers, or leave it out for all")
         if not (self.modules_to_save or self.keep_tied):
@@ -208,8 +202,7 @@ class LoraConfig(Section):
             refuse_unused(self, ("init", "init_path"), "continue_from, whose folder has the adapter to start from")
         if self.init_path is not None:
             refuse_unused(self, ("init",), "init_path")
-            if problem := own_code_problem(self.init_path, "start.py:principal", kind="FUNCTION"):
-                raise ValueError(f"init_path {problem}")
+            require_own_code("init_path", self.init_path, "start.py:principal", kind="FUNCTION")
         return self
 
     @property

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from pydantic import ConfigDict, model_validator
 
-from flatout.config.section import PathText, Section, own_code_problem
+from flatout.config.section import PathText, Section, require_own_code
 from flatout.errors import Fix, SettingError, UsageError
 
 REFERENCE = "reference_logprob"
@@ -127,8 +127,7 @@ class ObjectiveConfig(Section):
         if self.path is not None:
             if "kind" in self.model_fields_set and self.kind != type(self).model_fields["kind"].default:
                 raise ValueError("kind and path are both given; keep one")
-            if problem := own_code_problem(self.path, "my_loss.py:MyLoss"):
-                raise ValueError(f"path {problem}")
+            require_own_code("path", self.path, "my_loss.py:MyLoss")
             return self
         if self.kind not in OBJECTIVES:
             names = ", ".join(OBJECTIVES).replace(",", " (ordinary fine-tuning),", 1)

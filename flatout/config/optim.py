@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self, TypeAlias
 from pydantic import Field, WithJsonSchema, model_validator
 
 from flatout.config.objective import OBJECTIVES, class_of_kind
-from flatout.config.section import PathText, Section, Share, own_code_problem, refuse_unused
+from flatout.config.section import PathText, Section, Share, refuse_unused, require_own_code
 from flatout.errors import Fix
 
 LR_OF_METHOD: Mapping[str, float] = {"lora": 2e-4, "full": 1e-5}
@@ -92,8 +92,8 @@ class OptimConfig(Section):
             refuse_unused(self, OPTIMIZERS[self.name].unused, f"optim.name: {self.name}, which does not read it")
         elif self.name != type(self).model_fields["name"].default:
             raise ValueError("name and path are both given; keep one")
-        elif problem := own_code_problem(self.path, "lion.py:Lion"):
-            raise ValueError(f"path {problem}")
+        else:
+            require_own_code("path", self.path, "lion.py:Lion")
         return self
 
     @property

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.abc import SourceLoader
@@ -13,11 +16,30 @@ from typing import Any, Self
 
 from xxhash import xxh3_128_hexdigest
 
-from flatout.config.read import line_of
 from flatout.environment import studio_folders
 from flatout.errors import OF_OWN_CODE, SecurityError, UsageError
 
 MAX_FILE_BYTES = 1 << 20
+
+
+@contextmanager
+def own_code_errors(path: Path, what: str, end: str = "") -> Iterator[None]:
+    """Raise what the code of a person's file raises in the block as a UsageError that names its line."""
+    try:
+        yield
+    except UsageError as error:
+        raise error.at(path) from error
+    except OF_OWN_CODE as error:
+        what = f"the {what}'s own code failed with {type(error).__name__}: {error}{end}"
+        raise UsageError(f"{path}{line_of(error, path)}: {what}") from error
+
+
+def line_of(error: BaseException, path: Path) -> str:
+    """Return `:LINE` of a Python file at which an error arose; empty if it is not known."""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    line = next((frame.lineno for frame in frames if frame.filename == str(path)), None)
+    line = error.lineno if isinstance(error, SyntaxError) else line
+    return f":{line}" if line else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +66,11 @@ class OwnCode:
                 content = opened.read(MAX_FILE_BYTES + 1)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise UsageError(
-                f"{setting}: {file} cannot be read: {reason}; name a file from the folder you start in"
-            ) from error
+            text = f"{setting}: {file} cannot be read: {reason}; name a file from the folder you start in"
+            raise UsageError(text) from error
         if len(content) > MAX_FILE_BYTES:
-            raise UsageError(
-                f"{setting}: {file} has more than {MAX_FILE_BYTES:,} bytes; name the file of the {what} alone"
-            )
+            text = f"{setting}: {file} has more than {MAX_FILE_BYTES:,} bytes; name the file of the {what} alone"
+            raise UsageError(text)
         return cls(setting, what, Path(file), name, content, xxh3_128_hexdigest(content))
 
     def load(self) -> Any:
@@ -63,19 +83,18 @@ class OwnCode:
         return getattr(_module(self.path.absolute(), self.content, self.digest, self.what), self.name, None)
 
 
+@dataclass(frozen=True)
 class _Source(SourceLoader):
     """Runs exactly the bytes that were hashed, and leaves no bytecode beside a person's file."""
 
-    def __init__(self, path: Path, content: bytes) -> None:
-        self._path, self._content = path, content
+    path: Path
+    content: bytes
 
     def get_filename(self, fullname: str) -> str:
-        return str(self._path)
+        return str(self.path)
 
     def get_data(self, path: str | bytes) -> bytes:
-        if str(path) != str(self._path):
-            raise OSError("no bytecode")
-        return self._content
+        return self.content
 
 
 @lru_cache(maxsize=8)
@@ -90,12 +109,11 @@ def _module(path: Path, content: bytes, digest: str, what: str) -> ModuleType:
     # it may import from its own folder, as a script does
     sys.path.append(folder := f"{path.parent}/")
     try:
-        spec.loader.exec_module(module)
-    except OF_OWN_CODE as error:
+        with own_code_errors(path, what):
+            spec.loader.exec_module(module)
+    except UsageError:
         del sys.modules[name]
-        raise UsageError(
-            f"{path}{line_of(error, path)}: the {what}'s own code failed with {type(error).__name__}: {error}"
-        ) from error
+        raise
     finally:
         sys.path.remove(folder)
     return module

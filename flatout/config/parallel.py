@@ -56,20 +56,20 @@ GpuList = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class StrategyTraits:
-    """What one strategy does. `class_path` is its module and class below flatout.parallel.strategies.
-
-    `shards_state`: gradients and optimizer state are sharded, so each pass needs every rank. `shards_weights`: weights
-    are sharded too, and gathered layer by layer. `sums_late`: gradients are summed once per step, after its last
-    micro-batch. `has_replicas`: several groups of ranks each hold the whole state. `package`: the package whose engine
-    holds the state, by a file of its own; None: flatout does.
-    """
+    """What one strategy does."""
 
     class_path: str
+    """Its module and class below flatout.parallel.strategies."""
     shards_state: bool = True
+    """Gradients and optimizer state are sharded, so each pass needs every rank."""
     shards_weights: bool = False
+    """Weights are sharded too, and gathered layer by layer."""
     sums_late: bool = False
+    """Gradients are summed once per step, after its last micro-batch."""
     has_replicas: bool = False
+    """Several groups of ranks each hold the whole state."""
     package: str | None = None
+    """The package whose engine holds the state, by a file of its own; None: flatout does."""
 
 
 STRATEGIES: Mapping[str, StrategyTraits] = MappingProxyType(

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from flatout.config.data import SourceConfig
-from flatout.config.describe import choices_of, default_of, describe_setting, dotted_names
+from flatout.config.describe import default_of, settings
 from flatout.config.names import FOREIGN_NAMES, instead_of, resolve_alias, value_meant
 from flatout.config.schema import NAME_PATTERN
 from flatout.config.shortcuts import LONG_FORMS, SHORTCUTS
@@ -24,10 +24,17 @@ _SAMPLES = {"model": "Qwen/Qwen3-0.6B", "model.name": "Qwen/Qwen3-0.6B", "data":
 
 
 class Problem(NamedTuple):
-    """What is wrong with a setting: `field: what, got`; each of `fixes` mends it."""
+    """What is wrong with a setting or an option."""
 
-    text: str
+    field: str
+    """Its name; empty for the settings as a whole."""
+    what: str = ""
     fixes: tuple[Fix, ...] = ()
+    """Each of them mends it."""
+
+    @property
+    def text(self) -> str:
+        return ": ".join(filter(None, (self.field, self.what)))
 
 
 def problem_of(item: Any, given: Mapping[str, str] = MappingProxyType({}), *, is_file: bool = False) -> Problem:
@@ -38,7 +45,9 @@ def problem_of(item: Any, given: Mapping[str, str] = MappingProxyType({}), *, is
     if item["type"] == "missing":
         is_source = name.startswith("data.sources")
         what = "name a file, folder or hub id; rows in memory are data=rows" if is_source else "every run needs it"
-        return Problem(f"{name}: missing; {what}", _example_of(name))
+        return Problem(name, f"missing; {what}", _example_of(name))
+    if instead := instead_of(name, value):
+        return Problem(name, f"there is no {as_text(value)}: {instead}")
     error = item.get("ctx", {}).get("error")
     known = _setting_of(item["loc"])
     if item["type"] == "string_pattern_mismatch" and NAME_PATTERN in item["msg"]:
@@ -46,15 +55,13 @@ def problem_of(item: Any, given: Mapping[str, str] = MappingProxyType({}), *, is
     elif item["type"] == "model_type":
         text = "expected a section with settings"
     else:
-        text = str(error or (f"expected {describe_setting(known).allowed}" if known else item["msg"]))
-    if instead := instead_of(name, value):
-        return Problem(f"{name}: there is no {as_text(value)}: {instead}")
+        text = str(error or (f"expected {settings()[known].allowed}" if known else item["msg"]))
     text = text.removeprefix(f"{name}: ")
-    where = f"{name}: " if name and not text.startswith(f"{name}.") else ""
     shown = "nothing" if value is None else as_text(value) if isinstance(value, bool) else repr(value)
     got = "" if isinstance(value, dict) or (error and shown in text) else f", got {shown:.100}"
     fixes = getattr(error, "fixes", ()) or _value_meant(item, name, value)
-    return Problem(f"{where}{text[:1].lower()}{text[1:]}{got}", fixes)
+    field = "" if text.startswith(f"{name}.") else name
+    return Problem(field, f"{text[:1].lower()}{text[1:]}{got}", fixes)
 
 
 def problems_error(what: str, problems: Sequence[Problem], end: str = "") -> ProblemsError:
@@ -76,25 +83,25 @@ def together(problems: Collection[Problem]) -> list[Fix]:
 
 def _unknown_key(item: Any, name: str, *, is_file: bool) -> Problem:
     value = item["input"] if isinstance(item["input"], PLAIN_TYPES) else "..."
-    if len(item["loc"]) == 1 and "." in name and name in dotted_names():
+    if len(item["loc"]) == 1 and "." in name and name in settings():
         section, _, last = name.partition(".")
-        return Problem(f"{name}: in a file, a section holds its settings: {section}: {{{last}: {as_text(value)}}}")
+        return Problem(name, f"in a file, a section holds its settings: {section}: {{{last}: {as_text(value)}}}")
     key, colon, rest = str(item["loc"][-1]).partition(":")
     if colon and rest and value is None:
-        return Problem(f"{name.removesuffix(colon + rest)}: YAML needs a blank after the colon: {key}: {rest}")
+        return Problem(name.removesuffix(colon + rest), f"YAML needs a blank after the colon: {key}: {rest}")
     if name.startswith("data.sources."):
         near = difflib.get_close_matches(name.rpartition(".")[2], SourceConfig.model_fields, n=1)
         hint = f"did you mean {near[0]}?" if near else f"a source has {', '.join(SourceConfig.model_fields)}"
-        return Problem(f"{name}: unknown key; {hint}")
+        return Problem(name, f"unknown key; {hint}")
     alias = resolve_alias(name, value)
     if isinstance(alias, str):
-        return Problem(f"{name}: not a setting: {alias}")
+        return Problem(name, f"not a setting: {alias}")
     if alias is None:
-        return Problem(f"{name}: unknown key; leave it out (`flatout init --all` writes all known keys)")
+        return Problem(name, "unknown key; leave it out (`flatout init --all` writes all known keys)")
     # an override adds the right key, but leaves the wrong one in its file
     why = f" ({alias.why})" if alias.why else ""
-    text = f"{name}: unknown key; did you mean {next(iter(alias.settings))}?{why}"
-    return Problem(text, () if is_file else (Fix(alias.settings),))
+    text = f"unknown key; did you mean {next(iter(alias.settings))}?{why}"
+    return Problem(name, text, () if is_file else (Fix(alias.settings),))
 
 
 def _value_meant(item: Any, name: str, value: Any) -> tuple[Fix, ...]:
@@ -105,11 +112,11 @@ def _value_meant(item: Any, name: str, value: Any) -> tuple[Fix, ...]:
     if name == "device" and (gpu := re.fullmatch(r"cuda:(\d+)", str(value))):
         return (Fix({"device": "cuda", "gpus": [int(gpu[1])]}, "that GPU"),)
     full = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
-    near = difflib.get_close_matches(str(value).lower(), choices_of(full), n=1) if "," not in str(value) else []
-    if item["type"] == "literal_error" and near:
-        return (Fix({name: near[0]}),)
+    words = settings()[full].words if full in settings() else ()
     if item["type"] == "literal_error" and "," in str(value):
         return (Fix({name: re.split(", *", str(value))}),)
+    if item["type"] == "literal_error" and (near := difflib.get_close_matches(str(value).lower(), words, n=1)):
+        return (Fix({name: near[0]}),)
     if item["type"].startswith("int_") and (number := _whole_number(value)) is not None:
         return (Fix({name: number}),)
     if item["type"] == "value_error":
@@ -153,4 +160,4 @@ def _setting_of(parts: Sequence[Any]) -> str:
     """Return the setting to which a place in the settings belongs, such as data.sources.path of an item's path."""
     names = [str(part) for part in parts if not str(part).isdigit()]
     prefixes = (".".join(names[:count]) for count in range(len(names), 0, -1))
-    return next((name for name in prefixes if name in dotted_names()), "")
+    return next((name for name in prefixes if name in settings()), "")

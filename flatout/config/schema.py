@@ -25,9 +25,9 @@ from flatout.config.parallel import (
     StrategyName,
     check_parallel,
 )
-from flatout.config.resume_effects import RESUME_EFFECTS
-from flatout.config.section import PathText, Section, first_given, refuse_unused, short_form
+from flatout.config.section import PathText, Section, first_given, refuse_unused, require_regex, short_form
 from flatout.config.shortcuts import expand
+from flatout.config.table import RESUME_EFFECTS
 from flatout.config.track import TrackConfig
 from flatout.errors import Fix, SettingError
 
@@ -280,25 +280,20 @@ class Config(Section):
             name = min(self.full.model_fields_set, default="weights")
             raise SettingError(f"full is only for method: full; leave full.{name} out", Fix({"method": "full"}))
         if self.method == "lora" and self.experts.bias_update:
-            raise ValueError(
-                "experts.bias_update is only for method: full, as an adapter's file has no place for a router's bias"
-            )
+            why = "as an adapter's file has no place for a router's bias"
+            raise ValueError(f"experts.bias_update is only for method: full, {why}")
         if self.full.update == "backward" and self.optim.max_grad_norm is not None:
             text = "full.update: backward never holds all gradients, so it cannot clip"
             raise SettingError(text, Fix({"optim.max_grad_norm": None}))
         if self.freeze and self.method != "full":
-            raise SettingError(
-                "freeze is only for method: full, as lora freezes all base weights", Fix({"method": "full"})
-            )
+            text = "freeze is only for method: full, as lora freezes all base weights"
+            raise SettingError(text, Fix({"method": "full"}))
         return self
 
     @model_validator(mode="after")
     def _names_are_usable(self) -> Self:
         for pattern in self.freeze:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"freeze: {pattern!r} is not a valid regular expression: {error}") from error
+            require_regex(f"freeze: {pattern!r}", pattern)
         known = {"data", "model", *RESUME_EFFECTS, *(name.partition(".")[0] for name in RESUME_EFFECTS)}
         known |= {f"objective.{name}" for name in self.objective.fields}
         if unknown := sorted(set(self.checkpoint.allow_change) - known):

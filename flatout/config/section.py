@@ -112,10 +112,15 @@ def refuse_unused(section: BaseModel, names: Sequence[str], why: str, *fixes: Fi
             raise SettingError(text, *fixes)
 
 
-def own_code_problem(where: str, example: str, *, kind: str = "CLASS") -> str | None:
-    """Say what is wrong with a setting that should name a class or function of a file; None if it does."""
-    return (
-        None
-        if re.fullmatch(r".+\.py:[A-Za-z_]\w*", where)
-        else f"is {where!r}; expected FILE.py:{kind}, such as {example}"
-    )
+def require_own_code(name: str, where: str, example: str, *, kind: str = "CLASS") -> None:
+    """Raise ValueError for a setting that should name a class or function of a file, and does not."""
+    if not re.fullmatch(r".+\.py:[A-Za-z_]\w*", where):
+        raise ValueError(f"{name} is {where!r}; expected FILE.py:{kind}, such as {example}")
+
+
+def require_regex(what: str, pattern: str) -> None:
+    """Raise ValueError for a pattern that is no regular expression."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{what} is not a valid regular expression: {error}") from error

@@ -18,14 +18,17 @@ def is_in_memory(path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a row came from, for messages: `train.jsonl:57` or `org/set[train]:57` (rows count from 1)."""
+    """Where a row came from, for messages: `train.jsonl:57` or `org/set[train]:57`.
+
+    Rows count from 1; what is no row of its source is row 0.
+    """
 
     source: str
     row_number: int
 
     def __str__(self) -> str:
         number, source = self.row_number, self.source
-        return f"row {number} of your data" if is_in_memory(source) else f"{source}:{number}"
+        return f"row {number} of your data" if is_in_memory(source) else f"{source}:{number}" if number else source
 
 
 @dataclass(frozen=True, slots=True)

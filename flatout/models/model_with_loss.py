@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from flatout.config.read import line_of
+from flatout.config.own_code import line_of
 from flatout.errors import OF_OWN_CODE, FlatoutError, UsageError
 from flatout.kernels.cross_entropy.tiled import DEFAULT_TILE_ROWS, ROWS_MULTIPLE, is_fused
 from flatout.models.auxiliary_loss import AuxiliaryLoss

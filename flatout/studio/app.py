@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -20,9 +21,8 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from flatout.api.data import data_sets
-from flatout.api.forms import DEVICES, OBJECTIVES, SourceConfig, describe_setting, setting_names, words_of
 from flatout.api.runs import read_run, read_side_files, write_notes
-from flatout.api.settings import Config
+from flatout.api.settings import DEVICES, OBJECTIVES, Config, describe_setting, setting_names, words_of
 from flatout.errors import FlatoutError, ResourceError, SecurityError, UsageError, reason_of
 from flatout.io.redact import printable, redacted
 from flatout.studio.guard import Guard
@@ -326,7 +326,7 @@ def run_settings() -> dict[str, Any]:
     """Return what the forms of data and of runs show, from the schema."""
     return {
         "fields": [describe_setting(name) for name in DATA_SETTINGS],
-        "formats": describe_setting("format", SourceConfig),
+        "formats": replace(describe_setting("data.sources.format"), name="format"),
         "groups": [(title, [describe_setting(name) for name in names]) for title, names in RUN_SETTINGS],
         "names": list(setting_names()),
     }

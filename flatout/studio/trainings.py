@@ -16,8 +16,16 @@ from threading import Lock
 from typing import Any
 
 from flatout.api import runs
-from flatout.api.forms import NAME_PATTERN, as_yaml, flatten, render_template, with_values
-from flatout.api.settings import Config, make_config, read_text
+from flatout.api.settings import (
+    NAME_PATTERN,
+    Config,
+    as_yaml,
+    flatten,
+    make_config,
+    read_text,
+    render_template,
+    with_values,
+)
 from flatout.errors import DataError, Fix, FlatoutError, ResourceError, UsageError
 from flatout.io.child_process import start_python
 from flatout.io.durable_io import DurableIO

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.api.commands import end_with_parent
-from flatout.api.forms import words_of
 from flatout.api.runs import free_folder
+from flatout.api.settings import words_of
 from flatout.errors import FlatoutError, ResourceError, first_line
 from flatout.io.redact import printable, redacted
 from flatout.studio.workspace import Workspace
@@ -26,7 +26,7 @@ from flatout.studio.workspace import Workspace
 if TYPE_CHECKING:
     import torch
 
-    from flatout.api.chat import RunAndBase
+    from flatout.api.models import RunAndBase
 
 Emit = Callable[..., None]
 """Called as `emit(log="...")`: writes one line of the answer."""
@@ -160,7 +160,7 @@ _MODELS: dict[tuple[str, int], RunAndBase] = {}
 
 
 def _loaded(folder: Path, device: torch.device, emit: Emit) -> RunAndBase:
-    from flatout.api.chat import RunAndBase
+    from flatout.api.models import RunAndBase
 
     results = next((one for one in (folder / "final", folder / "checkpoints") if one.is_dir()), folder)
     key = (str(folder), results.stat().st_mtime_ns)

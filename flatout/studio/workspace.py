@@ -14,9 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from flatout.api.data import REGISTRY, ROW_TYPES, own_paths, row_type
-from flatout.api.forms import NAME_PATTERN, DataConfig, load_config, load_values, paths_of, with_overrides
 from flatout.api.runs import RUN_NAME, free_folder, is_run_folder
-from flatout.api.settings import Config, make_config
+from flatout.api.settings import (
+    NAME_PATTERN,
+    Config,
+    DataConfig,
+    load_config,
+    load_values,
+    make_config,
+    paths_of,
+    with_overrides,
+)
 from flatout.environment import STUDIO_FOLDERS, environment
 from flatout.errors import DataError, SecurityError, UsageError
 from flatout.io.allowed import require_below, require_contained

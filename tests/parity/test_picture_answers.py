@@ -155,7 +155,7 @@ def test_chat_eval_and_python_answer_about_pictures(model_of, tmp_path, capfd, m
     assert "exact match: 2 of 3 right" in capfd.readouterr().out
     Path("rows.txt").write_text("no picture")
     for options_of, code, says in (
-        (["chat", "one", "--image", "rows.txt", *given], 3, "--image rows.txt: its file is text; expected a picture"),
+        (["chat", "one", "--image", "rows.txt", *given], 3, "--image: images[0] ('rows.txt'): its file is text"),
         (["chat", "one", "--image", "nothing.png", *given], 3, "--image nothing.png: no such file"),
         (["chat", "one", "--image", "pictures/0.png", "--prompt", "<image> and <image>"], 3, "has 1 pictures"),
     ):

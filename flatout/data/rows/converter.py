@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from flatout.config.data import SourceConfig
-from flatout.config.own_code import OwnCode
-from flatout.config.read import line_of
+from flatout.config.own_code import OwnCode, line_of
 from flatout.data.conversation import Origin
 from flatout.data.rows.read import BadRow, RawRow
 from flatout.data.rows.sources import RowSource

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_validator
 
 from flatout import ProblemsError, Run, UsageError, train
-from flatout.api.data import data_set_entry, load_tokenizer, open_data_set
+from flatout.api.data import data_set_entry, load_tokenizer, open_data_set, render
 from flatout.api.settings import Config, expand, make_config
 from flatout_migrate.doors.launched import device
 from flatout_migrate.training_arguments import NULLABLE, TRAINING_ARGUMENTS
@@ -223,8 +223,6 @@ def chat_template(data: DataConfig, name: str | None, tokenizer_name: str) -> st
         raise UsageError(f"chat_template: {template!r} {known}; leave it out to use the tokenizer's own")
     markers = {part: getattr(data, part) for part in ("instruction_part", "response_part")}
     if any(markers.values()):
-        from flatout.api.templates import render
-
         turns = [{"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}]
         text = render(load_tokenizer(tokenizer_name), turns, template)
         for (part, marker), written in zip(markers.items(), re.split("QUESTION|ANSWER", text), strict=False):

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from flatout import UsageError
-from flatout.api.data import CHAT_COLUMNS, MessageReader
-from flatout.api.templates import TEMPLATES, end_of_turn, template_text
+from flatout.api.data import CHAT_COLUMNS, TEMPLATES, MessageReader, end_of_turn, template_text
 from flatout_migrate.translation import any_value, each, off, translate
 
 if TYPE_CHECKING:

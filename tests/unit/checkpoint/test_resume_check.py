@@ -8,8 +8,8 @@ import pytest
 from pydantic import BaseModel
 
 from flatout.checkpoint.resume_check import OtherRunError, config_changes, refuse_changes, refuse_other_data
-from flatout.config.resume_effects import RESUME_EFFECTS
 from flatout.config.schema import Config
+from flatout.config.table import RESUME_EFFECTS
 from flatout.errors import CheckpointError
 
 BASE: dict[str, Any] = {"model": {"name": "m"}}

@@ -65,6 +65,26 @@ def test_every_verb_has_help_with_an_example(capsys):
         assert said.endswith(f"\nexample: flatout {name} {verb.example}".rstrip() + "\n")
 
 
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("train", "train: give config: YAML or .py file"),
+        ("push run", "push: give REPO: repository, such as org/my-model"),
+        ("data", "data: give ACTION: build, show, template or list"),
+        ("data build rows.jsonl", "data build: give --tokenizer and --name\n  example: flatout data build"),
+        ("plan run.yaml --ranks", "plan: --ranks needs a value: plan for N GPUs"),
+    ],
+)
+def test_what_is_missing_is_named_with_its_help(typed, told, tmp_path, monkeypatch, capsys):
+    (tmp_path / "run").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert main(typed.split()) == 2
+    assert told in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["data", "build", "--help"])
+    assert "--tokenizer TOKENIZER --name NAME\n" in capsys.readouterr().out
+
+
 # Python deletes the objects of modules after it has restored the signals' default actions
 EXITING = """
 import os, signal, sys, types

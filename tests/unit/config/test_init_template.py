@@ -7,11 +7,10 @@ from pydantic import BaseModel
 
 from flatout.cli.init import starting_config
 from flatout.cli.main import main
-from flatout.config.describe import dotted_names
+from flatout.config.describe import ADVANCED, changed_settings, dotted_names, render_template
 from flatout.config.optim import LR_OF_METHOD
 from flatout.config.read import load_config, make_config
 from flatout.config.schema import Config, DataConfig, SourceConfig
-from flatout.config.template import ADVANCED, changed_settings, render_template
 from flatout.data.build import open_or_build
 
 CHANGED = {
@@ -59,6 +58,12 @@ def test_changed_values_round_trip_and_their_defaults_are_told(tmp_path):
     # a changed one is always shown, also if it is advanced
     for which in ("first", "all", "advanced"):
         assert "eps: 1.0e-12" in render_template(make_config(CHANGED), which=which)
+
+
+@pytest.mark.parametrize("which", ["first", "all", "advanced"])
+def test_parameters_of_an_objective_are_written(which):
+    config = make_config({"model": "m", "objective": {"kind": "dpo", "beta": 0.3}})
+    assert make_config(yaml.safe_load(render_template(config, which=which))) == config
 
 
 def sections(section: type[BaseModel] = Config) -> list[type[BaseModel]]:

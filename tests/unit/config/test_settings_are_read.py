@@ -9,8 +9,8 @@ from typing import Any
 
 import flatout
 from flatout.config.describe import dotted_names
-from flatout.config.resume_effects import RESUME_EFFECTS
 from flatout.config.schema import Config
+from flatout.config.table import RESUME_EFFECTS
 
 SOURCE = Path(flatout.__file__).parent
 # what a section is called where its settings are read, besides its own name and `config`
