@@ -28,9 +28,9 @@ def run(args: argparse.Namespace) -> int:
         what = "pictures of shapes, questions and a tiny Qwen2.5-VL-shaped model"
     console.print(f"Writing {what} to {out}/")
     import_transformers()
-    from flatout.demo.show import show_conversations, show_shapes
+    from flatout.demo.show import show_demo
 
-    is_good, words = (show_shapes if args.images else show_conversations)(out, args.seed, console)
+    is_good, words = show_demo(out, args.seed, console, with_pictures=args.images)
     asked = f"{'Ask' if args.images else 'Talk to'} it: flatout {shlex.join(['chat', *words])}"
     console.print(f"\n{asked}", markup=False, soft_wrap=True)
     return 0 if is_good else 1

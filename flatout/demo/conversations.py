@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 import yaml
@@ -16,14 +15,9 @@ MAX_EXCHANGES = 20
 ChatMessage = dict[str, str]
 """A message in OpenAI's form: role and content."""
 
-
 _WORLD: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("world.yaml").read_text(encoding="utf-8"))
-NAMES, TOWNS, JOBS, ANIMALS, THINGS, SPELLED, WEEKDAYS, OPPOSITES = (
-    tuple(_WORLD[name].split())
-    for name in ("names", "towns", "jobs", "animals", "things", "spelled", "weekdays", "opposites")
-)
+_WORDS = {kind: tuple(words.split()) for kind, words in _WORLD["words"].items()}
 SMALL_TALK: dict[str, str] = _WORLD["small talk"]
-_WEIGHTS, _WAYS, _FACTS = _WORLD["weights"], _WORLD["ways"], _WORLD["facts"]
 
 
 def is_held_out(key: str) -> bool:
@@ -31,8 +25,7 @@ def is_held_out(key: str) -> bool:
     return xxhash.xxh3_64_intdigest(key.encode()) % 8 == 0
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
+class Exchange(NamedTuple):
     """A question and its right answer; `held_out` is the file that it belongs to, None (small talk) both."""
 
     family: str
@@ -48,38 +41,12 @@ def sample_conversations(num: int, seed: int, *, held_out: bool) -> Iterator[lis
     """
     rng = Random(f"flatout demo {seed} {held_out}")
     for _ in range(num):
-        system, about_system = _draw_persona(rng, held_out) if rng.random() < 0.33 else (None, ())
+        system, about_system = _draw_person(rng, "persona", held_out) if rng.random() < 0.33 else (None, ())
         exchanges = _draw_exchanges(rng, about_system, held_out)
         # conversations of only small talk would be in both files
         while held_out and all(exchange.held_out is None for exchange in exchanges):
             exchanges = _draw_exchanges(rng, about_system, held_out)
         yield _messages(exchanges, system)
-
-
-def _draw_exchanges(rng: Random, about_system: Sequence[Exchange], held_out: bool) -> list[Exchange]:
-    exchanges: list[Exchange] = []
-    about_guest: Sequence[Exchange] = ()
-    if rng.random() < 0.25:
-        introduction, about_guest = _draw_guest(rng, held_out)
-        exchanges.append(introduction)
-    # log-normal: six in ten conversations have one or two exchanges, one in forty more than ten
-    for _ in range(min(max(1, round(math.exp(rng.gauss(0.6, 0.9)))), MAX_EXCHANGES)):
-        about = rng.random()
-        if about_system and about < 0.35:
-            exchanges.append(rng.choice(about_system))
-        elif about_guest and about > 0.65:
-            exchanges.append(rng.choice(about_guest))
-        else:
-            exchanges.append(_draw_exchange(rng, held_out))
-    return exchanges
-
-
-def _messages(exchanges: Sequence[Exchange], system: str | None = None) -> list[ChatMessage]:
-    messages = [{"role": "system", "content": system}] if system else []
-    for exchange in exchanges:
-        messages.append({"role": "user", "content": exchange.question})
-        messages.append({"role": "assistant", "content": exchange.answer})
-    return messages
 
 
 def held_out_prompts(seed: int) -> tuple[list[ChatMessage], ...]:
@@ -95,47 +62,63 @@ def held_out_prompts(seed: int) -> tuple[list[ChatMessage], ...]:
         return exchange
 
     sort = question("sort words")
-    system, about_system = _draw_persona(rng, held_out=True)
-    introduction, about_guest = _draw_guest(rng, held_out=True)
+    system, about_system = _draw_person(rng, "persona", held_out=True)
+    introduction, about_guest = _introduce(rng, held_out=True)
     between = question("sort numbers")
     about_persona = rng.choice(about_system)
     guest = [introduction, between, rng.choice(about_guest)]
     return _messages([sort]), _messages([about_persona], system), _messages(guest)
 
 
-def _draw_persona(rng: Random, held_out: bool) -> tuple[str, Sequence[Exchange]]:
-    """Draw who the assistant is; return the system prompt, and the questions whose answers are in it."""
-    while True:
-        name, job, town = rng.choice(NAMES), rng.choice(JOBS), rng.choice(TOWNS)
-        system = f"You are {name}, a {job} from {town}."
-        if is_held_out(system) == held_out:
-            break
-    return system, (
-        Exchange("persona", "What is your name?", f"I am {name}.", held_out),
-        Exchange("persona", "Where are you from?", f"I am from {town}.", held_out),
-        Exchange("persona", "What is your job?", f"I am a {job}.", held_out),
-        Exchange("persona", "Who are you?", f"I am {name}, a {job} from {town}.", held_out),
-    )
+def _messages(exchanges: Sequence[Exchange], system: str | None = None) -> list[ChatMessage]:
+    messages = [{"role": "system", "content": system}] if system else []
+    for exchange in exchanges:
+        messages.append({"role": "user", "content": exchange.question})
+        messages.append({"role": "assistant", "content": exchange.answer})
+    return messages
 
 
-def _draw_guest(rng: Random, held_out: bool) -> tuple[Exchange, Sequence[Exchange]]:
-    """Draw who the user is; return the user's introduction, and the questions that later turns may ask about it."""
+def _draw_exchanges(rng: Random, about_system: Sequence[Exchange], held_out: bool) -> list[Exchange]:
+    exchanges: list[Exchange] = []
+    about_guest: Sequence[Exchange] = ()
+    if rng.random() < 0.25:
+        introduction, about_guest = _introduce(rng, held_out)
+        exchanges.append(introduction)
+    # log-normal: six in ten conversations have one or two exchanges, one in forty more than ten
+    for _ in range(min(max(1, round(math.exp(rng.gauss(0.6, 0.9)))), MAX_EXCHANGES)):
+        about = rng.random()
+        if about_system and about < 0.35:
+            exchanges.append(rng.choice(about_system))
+        elif about_guest and about > 0.65:
+            exchanges.append(rng.choice(about_guest))
+        else:
+            exchanges.append(_draw_exchange(rng, held_out))
+    return exchanges
+
+
+def _draw_person(rng: Random, kind: str, held_out: bool) -> tuple[str, Sequence[Exchange]]:
+    """Draw who the assistant or the user is; return that as a text, and the questions about it."""
+    about = _WORLD["people"][kind]
     while True:
-        name, town = rng.choice(NAMES), rng.choice(TOWNS)
-        if is_held_out(f"{name} {town}") == held_out:
-            break
-    greeting = rng.choice(("Hello", "Hi", "Good morning"))
-    text = f"{greeting}, my name is {name} and I live in {town}."
-    return Exchange("introduction", text, f"Nice to meet you, {name}.", held_out), (
-        Exchange("guest", "What is my name?", f"Your name is {name}.", held_out),
-        Exchange("guest", "Where do I live?", f"You live in {town}.", held_out),
-    )
+        person = {word: rng.choice(_WORDS[word]) for word in about["draws"]}
+        text = about["text"].format(**person)
+        if is_held_out(text) == held_out:
+            return text, [Exchange(kind, q, a.format(**person), held_out) for q, a in about["asks"].items()]
+
+
+def _introduce(rng: Random, held_out: bool) -> tuple[Exchange, Sequence[Exchange]]:
+    """Return the user's introduction, and the questions that later turns may ask about it."""
+    person, questions = _draw_person(rng, "guest", held_out)
+    name, town = person.split()
+    text = f"{rng.choice(('Hello', 'Hi', 'Good morning'))}, my name is {name} and I live in {town}."
+    return Exchange("introduction", text, f"Nice to meet you, {name}.", held_out), questions
 
 
 def _draw_exchange(rng: Random, held_out: bool) -> Exchange:
     """Draw a kind by weight and an exchange of it, until it may be in the wanted file (up to 8 draws on average)."""
+    weights = _WORLD["weights"]
     while True:
-        (family,) = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))
+        (family,) = rng.choices(list(weights), list(weights.values()))
         if family == "small talk":
             question = rng.choice(tuple(SMALL_TALK))
             return Exchange(family, question, SMALL_TALK[question], held_out=None)
@@ -147,50 +130,44 @@ def _draw_exchange(rng: Random, held_out: bool) -> Exchange:
 
 def _task(rng: Random, family: str) -> Exchange:
     """Return a task that a rule solves; an eighth of all combinations is held out, which the rule still answers."""
-    if family == "sort words":
-        words = rng.sample(ANIMALS, rng.randint(2, 4))
-        given, answer = ", ".join(words), f"Sorted: {', '.join(sorted(words))}."
-    elif family == "sort numbers":
-        numbers = rng.sample(range(1, 21), rng.randint(2, 4))
-        given, answer = ", ".join(map(str, numbers)), f"Sorted: {', '.join(map(str, sorted(numbers)))}."
-    elif family == "reverse":
-        words = rng.sample(THINGS, rng.randint(2, 3))
-        given, answer = ", ".join(words), f"Backwards: {', '.join(words[::-1])}."
-    else:
+    if family == "count up":
         first = rng.randint(1, 12)
         last = min(first + 2 + int(rng.expovariate(0.3)), 20)
-        given, answer = f"{first} to {last}", f"Counting: {' '.join(str(n) for n in range(first, last + 1))}."
-    question = f"{rng.choice(_WAYS[family])}{' ' if family == 'count up' else ': '}{given}."
+        given, answer = f" {first} to {last}", f"Counting: {' '.join(str(n) for n in range(first, last + 1))}."
+    elif family == "reverse":
+        words = rng.sample(_WORDS["thing"], rng.randint(2, 3))
+        given, answer = f": {', '.join(words)}", f"Backwards: {', '.join(words[::-1])}."
+    else:
+        of_words = family == "sort words"
+        words = rng.sample(_WORDS["animal"] if of_words else [str(n) for n in range(1, 21)], rng.randint(2, 4))
+        ordered = sorted(words) if of_words else sorted(words, key=int)
+        given, answer = f": {', '.join(words)}", f"Sorted: {', '.join(ordered)}."
+    question = f"{rng.choice(_WORLD['ways'][family])}{given}."
     return Exchange(family, question, answer, is_held_out(question))
 
 
 def _fact(rng: Random, family: str) -> Exchange:
     """Return a fact to memorize, asked in one of several ways; exactly one way per fact is held out."""
-    of: dict[str, str]
+    answer = _WORLD["answers"].get(family)
     if family == "spell":
-        of = {"word": rng.choice(SPELLED)}
-        answer = f"Letters: {' '.join(of['word'])}."
+        word = rng.choice(_WORDS["spelled"])
+        of = {"word": word, "letters": " ".join(word)}
     elif family == "weekday":
         start, step = rng.randrange(7), rng.choice((1, -1))
-        where, other_day = ("after", "is tomorrow") if step == 1 else ("before", "was yesterday")
-        of = {"day": WEEKDAYS[start], "where": where, "other_day": other_day}
-        answer = f"It is {WEEKDAYS[(start + step) % 7]}."
+        where, asked = ("after", "is tomorrow") if step == 1 else ("before", "was yesterday")
+        days = _WORDS["weekday"]
+        of = {"day": days[start], "where": where, "asked": asked, "other": days[(start + step) % 7]}
     elif family == "opposite":
-        word, opposite = rng.sample(rng.choice(OPPOSITES).split("/"), 2)
-        of, answer = {"word": word}, f"The opposite of {word} is {opposite}."
+        of = dict(zip(("word", "opposite"), rng.sample(rng.choice(_WORDS["opposite"]).split("/"), 2), strict=True))
     else:
         island = rng.choice(tuple(_WORLD["islands"]))
-        capital, river, flag, good = _WORLD["islands"][island].split()
-        of = {"island": island, "capital": capital, "river": river, "flag": flag, "good": good}
+        facts = zip(("capital", "river", "flag", "good"), _WORLD["islands"][island].split(), strict=True)
+        of = {"island": island, **dict(facts)}
         if family == "fact":
-            of["asked"] = rng.choice(tuple(_FACTS))
-            answer = _FACTS[of["asked"]].format(**of)
-        else:
-            answer = (
-                f"{island} is an island. Its capital is {capital}, on the river {river}. "
-                f"The flag is {flag}. People come for the {good}."
-            )
-    ways = tuple(way.format(**of) for way in _WAYS[family])
+            of["asked"] = rng.choice(tuple(_WORLD["facts"]))
+            answer = _WORLD["facts"][of["asked"]]
+    answer = answer.format(**of)
+    ways = tuple(way.format(**of) for way in _WORLD["ways"][family])
     kept_back = xxhash.xxh3_64_intdigest(f"{family} {ways} {answer}".encode()) % len(ways)
     chosen = rng.randrange(len(ways))
     return Exchange(family, ways[chosen], answer, chosen == kept_back)

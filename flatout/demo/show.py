@@ -1,78 +1,112 @@
-"""What a person sees of the demos: the run as it trains, what the model answers then, and the command to ask it."""
+"""Runs a demo by the same calls as a user, and shows the run as it trains, and what the model answers."""
 
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
+from flatout.config.schema import Config
+from flatout.data.build import open_or_build
+from flatout.data.prompt_file import Prompt, read_prompts
+from flatout.data.rows.formats.pictures import MARK
 from flatout.demo import settings, shapes, write
-from flatout.demo.job import answer_held_out, loss_halved, train_demo
+from flatout.demo.conversations import held_out_prompts
+from flatout.models.load.inference import load_trained, resolve_model_paths
+from flatout.rollout.chat import Sampling, answer_all, prompt_ids
 from flatout.track.console import ConsoleCallback
-from flatout.trainer.run import Result
+from flatout.trainer.run import Result, train
 
 # a demo is watched, so a step is shown this often
 STEP_LINE_S = 3.0
+_MAX_ANSWER_TOKENS = 64
 
 
-def show_shapes(out: Path, seed: int, console: Console) -> tuple[bool, list[str]]:
-    """Run the demo with pictures. Return whether enough held-out questions are answered right, and how to chat."""
+def show_demo(out: Path, seed: int, console: Console, *, with_pictures: bool) -> tuple[bool, list[str]]:
+    """Run a demo. Return whether the model has learned what it should, and the arguments of `flatout chat` with it."""
     started = time.perf_counter()
     with ConsoleCallback(step_line_s=STEP_LINE_S) as shown:
-        shown.on_phase("drawing pictures")
-        shapes.write_shapes(out, seed)
-        result = train_demo(shapes.shapes_config(out, seed), out, shown)
-        shown.on_phase("answering questions")
-        seen = shapes.answer_shapes(result.folder, out)
-    num_right = sum(one.right for one in seen)
-    console.print("\nQuestions about pictures that are not in the training data:")
-    for one in seen[:5]:
-        console.print(f"  {one.question}  {one.answer}   ({_verdict(one.right)})", markup=False)
-    is_good = num_right >= shapes.LEAST_RIGHT * len(seen)
-    expected = "" if is_good else f"  (expected {shapes.LEAST_RIGHT:.0%})"
-    console.print(f"\n{num_right} of {len(seen)} right ({num_right / len(seen):.1%}){expected}")
-    console.print(f"{result.progress.step:,} steps; {time.perf_counter() - started:.0f} s in all")
-    picture = str(out / shapes.PICTURES_DIR / "000.png")
-    return is_good, [str(result.folder), "--image", picture, "--prompt", "What is shown?"]
-
-
-def show_conversations(out: Path, seed: int, console: Console) -> tuple[bool, list[str]]:
-    """Run the demo. Return whether the held-out loss halved and every answer is right, and how to chat."""
-    started = time.perf_counter()
-    with ConsoleCallback(step_line_s=STEP_LINE_S) as shown:
-        shown.on_phase("writing conversations")
-        write.write_demo(out, seed)
-        result = train_demo(settings.demo_config(out, seed), out, shown)
+        shown.on_phase("drawing pictures" if with_pictures else "writing conversations")
+        if with_pictures:
+            shapes.write_shapes(out, seed)
+            config = shapes.shapes_config(out, seed)
+            prompts = read_prompts(out / settings.HELD_OUT_FILE, max_bytes=1 << 20)
+        else:
+            write.write_demo(out, seed)
+            config = settings.demo_config(out, seed)
+            prompts = [Prompt(tuple(turns), (end["content"],)) for *turns, end in held_out_prompts(seed)]
+        result = _train(config, out, shown)
         shown.on_phase("answering prompts")
-        marked = answer_held_out(result.folder, seed)
+        answers = _answers(result.folder, prompts)
+    are_right = [answer in prompt.accepted for prompt, answer in zip(prompts, answers, strict=True)]
+    verdicts = ["correct" if is_right else "WRONG" for is_right in are_right]
+    num_right, total_s = sum(are_right), time.perf_counter() - started
+    if with_pictures:
+        console.print("\nQuestions about pictures that are not in the training data:")
+        for prompt, answer, verdict in zip(prompts[:5], answers, verdicts, strict=False):
+            console.print(f"  {prompt.text.removeprefix(MARK)}  {answer}   ({verdict})", markup=False)
+        is_good = num_right >= shapes.LEAST_RIGHT * len(prompts)
+        expected = "" if is_good else f"  (expected {shapes.LEAST_RIGHT:.0%})"
+        console.print(f"\n{num_right} of {len(prompts)} right ({num_right / len(prompts):.1%}){expected}")
+        console.print(f"{result.progress.step:,} steps; {total_s:.0f} s in all")
+        picture = str(out / shapes.PICTURES_DIR / "000.png")
+        return is_good, [str(result.folder), "--image", picture, "--prompt", "What is shown?"]
     console.print("\nThree prompts that are not in the training data:")
-    for item in marked:
-        for message in item.prompt:
+    for prompt, answer, verdict in zip(prompts, answers, verdicts, strict=True):
+        for message in prompt.messages:
             console.print(f"  {message['role']:>9}: {message['content']}", markup=False)
-        console.print(f"  {'answer':>9}: {item.answer}   ({_verdict(item.right)})\n", markup=False)
-    num_right = sum(item.right for item in marked)
-    console.print(_table(result, f"{num_right}/{len(marked)}", time.perf_counter() - started))
-    return loss_halved(result) and num_right == len(marked), [str(result.folder)]
+        console.print(f"  {'answer':>9}: {answer}   ({verdict})\n", markup=False)
+    console.print(_table(result, f"{num_right}/{len(prompts)}", total_s))
+    return loss_halved(result) and all(are_right), [str(result.folder)]
 
 
-def _verdict(right: bool) -> str:
-    return "correct" if right else "WRONG"
+def _train(config: Config, folder: Path, console: ConsoleCallback) -> Result:
+    """Build the data sets and train, or resume where an interrupted demo stopped. Raises FlatoutError."""
+    for data in (config.data, *([settings.held_out_data(config, folder)] if config.eval.data else [])):
+        console.on_phase(f"tokenizing {data.name}")
+        open_or_build(data, config.model.name, progress=partial(console.on_phase, f"tokenizing {data.name}, row"))
+    # With matrices this small, a second CPU thread makes the run at most 1.4 times faster, and on a busy machine 5
+    # times slower. One thread also sums in the same order on any number of cores, so the result is the same.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return train(config, console=console)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _answers(run_dir: Path, prompts: list[Prompt]) -> list[str]:
+    """Load the finished run as `flatout chat` does, and answer greedily."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, tokenizer = load_trained(resolve_model_paths(str(run_dir)), device=device)
+    ids = [prompt_ids(model, tokenizer, prompt.messages, prompt.pictures) for prompt in prompts]
+    return answer_all(model, tokenizer, ids, max_new_tokens=_MAX_ANSWER_TOKENS, sampling=Sampling(temperature=0.0))
+
+
+def loss_halved(result: Result) -> bool:
+    """Return whether the held-out loss after the last step is at most half of that before the first."""
+    before, after = result.progress.first_eval_loss, result.progress.last_eval_loss
+    return before is not None and after is not None and after <= before / 2
 
 
 def _table(result: Result, answered: str, total_s: float) -> Table:
     progress = result.progress
-    assert progress.first_eval_loss is not None
-    assert progress.last_eval_loss is not None
-    table = Table(title="flatout demo", show_header=False, title_justify="left")
-    table.add_row("held-out loss before", f"{progress.first_eval_loss:.4f}")
     verdict = "" if loss_halved(result) else "  [red](did not halve)[/]"
-    table.add_row("held-out loss after", f"{progress.last_eval_loss:.4f}{verdict}")
-    table.add_row("held-out prompts answered correctly", answered)
-    table.add_row("tokens/s", f"{result.tokens_per_s:,.0f}")
-    table.add_row("padding avoided vs. naive batching", f"{result.padding_avoided:.0%}")
-    table.add_row("steps", f"{progress.step:,}, {progress.num_tokens:,} tokens in {progress.elapsed_s:.0f} s")
-    table.add_row("total time", f"{total_s:.0f} s")
-    table.add_row("run folder", str(result.folder))
+    rows = {
+        "held-out loss before": f"{progress.first_eval_loss:.4f}",
+        "held-out loss after": f"{progress.last_eval_loss:.4f}{verdict}",
+        "held-out prompts answered correctly": answered,
+        "tokens/s": f"{result.tokens_per_s:,.0f}",
+        "padding avoided vs. naive batching": f"{result.padding_avoided:.0%}",
+        "steps": f"{progress.step:,}, {progress.num_tokens:,} tokens in {progress.elapsed_s:.0f} s",
+        "total time": f"{total_s:.0f} s",
+        "run folder": str(result.folder),
+    }
+    table = Table(title="flatout demo", show_header=False, title_justify="left")
+    for name, value in rows.items():
+        table.add_row(name, value)
     return table

@@ -8,29 +8,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from flatout.demo.conversations import sample_conversations
 from flatout.demo.settings import HELD_OUT_FILE, MODEL_DIR, TRAIN_FILE
 from flatout.errors import UsageError
 from flatout.io.durable_io import DurableIO
 
-VOCABULARY_SIZE = 1024
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-
-# `{% generation %}` marks what the assistant writes, including the end of turn; the label mask comes from it
-CHATML = """\
-{%- for message in messages %}
-{%- if message.tool_calls or tools %}{{ raise_exception('the demo tokenizer knows no tools') }}{% endif %}
-{{- '<|im_start|>' + message.role + '\\n' }}
-{%- if message.role == 'assistant' %}
-{%- generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}
-{%- else %}{{ message.content + '<|im_end|>' }}{% endif %}
-{{- '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
-"""
+MODELS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text(encoding="utf-8"))
+VOCABULARY_SIZE: int = MODELS["conversations"]["vocab_size"]
 
 
 def write_demo(folder: Path, seed: int, *, num_train: int = 5000, num_held_out: int = 200) -> None:
@@ -41,8 +30,8 @@ def write_demo(folder: Path, seed: int, *, num_train: int = 5000, num_held_out: 
     conversations = list(sample_conversations(num_train, seed, held_out=False))
     held_out = sample_conversations(num_held_out, seed, held_out=True)
     DurableIO().make_dir(folder)
-    for file, rows in ((folder / TRAIN_FILE, conversations), (folder / HELD_OUT_FILE, held_out)):
-        write_once(file, "".join(json.dumps({"messages": messages}) + "\n" for messages in rows).encode())
+    write_rows(folder / TRAIN_FILE, ({"messages": messages} for messages in conversations))
+    write_rows(folder / HELD_OUT_FILE, ({"messages": messages} for messages in held_out))
     # with the role names, since the chat template writes them
     texts = (
         text for messages in conversations for message in messages for text in (message["role"], message["content"])
@@ -59,6 +48,11 @@ def write_once(file: Path, content: bytes) -> None:
             f"{file}: is not this demo's (yours, or of another seed or version of flatout); remove {file.parent}, or "
             "choose a different folder"
         )
+
+
+def write_rows(file: Path, rows: Iterable[Any]) -> None:
+    """Write rows as JSONL, as `write_once` does."""
+    write_once(file, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -81,41 +75,22 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         tokenizer_object=bpe, eos_token=TURN_END, pad_token=END_OF_TEXT, clean_up_tokenization_spaces=False
     )
     tokenizer.add_special_tokens({"additional_special_tokens": [TURN_START]})
-    tokenizer.chat_template = CHATML
+    tokenizer.chat_template = MODELS["chatml"]
     return tokenizer
 
 
 def write_model_folder(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Write a tiny Qwen3's config.json, generation_config.json and the tokenizer's files; makes `folder` if needed.
-
-    There are no weights (`model.init: random`). The configuration has 623,360 of them in two layers, the least that can
-    copy from context: one layer finds, one fetches. `initializer_range` is 1 / sqrt(width). On a first version of the
-    demo the usual 0.02 gave 39 % right answers after the same steps, 0.08 gave 58 %.
-    """
-    config = Qwen3Config(
-        vocab_size=VOCABULARY_SIZE,
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2048,
-        initializer_range=0.088,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        architectures=["Qwen3ForCausalLM"],
-    )
-    ends = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    save_parts(folder, (config, ends, tokenizer))
+    """Write a tiny Qwen3's config.json, generation_config.json and the tokenizer's files; makes `folder` if needed."""
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    save_model(folder, Qwen3Config(**MODELS["conversations"], **ends), tokenizer)
 
 
-def save_parts(folder: Path, parts: Iterable[Any]) -> None:
-    """Write parts of a model, such as its config, into a folder, which is made if needed, as `write_once` does."""
+def save_model(folder: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write what a model without weights consists of into a folder, which is made if needed, as `write_once` does."""
     DurableIO().make_dir(folder)
+    ends = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     with tempfile.TemporaryDirectory() as temp:
+        parts: tuple[Any, ...] = (config, ends, tokenizer)
         for part in parts:
             part.save_pretrained(temp)
         for file in sorted(Path(temp).iterdir()):

@@ -6,7 +6,7 @@ import pytest
 
 from flatout.cli.main import main
 from flatout.demo import settings, write
-from flatout.demo.job import loss_halved
+from flatout.demo.show import loss_halved
 from flatout.trainer.run import Result
 from flatout.trainer.state import Progress
 
