@@ -15,25 +15,30 @@ import xxhash
 from numpy.typing import NDArray
 
 from flatout.config.folders import free_folder
-from flatout.config.schema import DataConfig, SourceConfig
+from flatout.config.schema import DataConfig
 from flatout.data import registry
 from flatout.data.build_report import BuildReport, timed
-from flatout.data.classes import labels_of, with_classes
 from flatout.data.columns import PICTURES
 from flatout.data.conversation import Conversation
 from flatout.data.dedupe import without_repeated
-from flatout.data.pictures.changes import changed_pictures
+from flatout.data.pictures.files import changed_pictures
 from flatout.data.pictures.processor import processor_digest
-from flatout.data.preference_columns import own_columns
+from flatout.data.readers import (
+    ROWS_TO_DETECT,
+    Readers,
+    choose_parser,
+    choose_parsers,
+    count_rows,
+    most_rows,
+    own_columns,
+    with_classes,
+)
 from flatout.data.rows.converter import converted
 from flatout.data.rows.formats.advice import with_sources
-from flatout.data.rows.formats.parser import RowParser, make_parser
-from flatout.data.rows.read import RawRow
 from flatout.data.rows.sources import RowSource, local_source, open_source
-from flatout.data.sampling import Readers, count_rows, most_rows
 from flatout.data.store_writer import StoreWriter, append_chunk, new_store
 from flatout.data.templates.template import template_text
-from flatout.data.token_store import MANIFEST, StoreMeta, TokenStore
+from flatout.data.token_store import MANIFEST, MASK_RULES, StoreMeta, TokenStore, with_mask_rules
 from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
 from flatout.data.tokenizer import TokenizerFacts, has_no_template, load_tokenizer, tokenizer_facts, tokenizer_of
 from flatout.data.workers import ROWS_PER_CHUNK, Chunk, Problem, tokenize_chunks, usable_procs
@@ -53,19 +58,12 @@ _NOT_OF_TOKENS = {"name", "root", "sources", "tokenizer", "template", "num_procs
 """Settings of `data` that do not decide which tokens are stored; those of rows, tokenizer and template count by their
 content."""
 _DEFAULTS = DataConfig().model_dump(mode="json")
-_ONLY_REFUSING = ("on_bad_row",)
-"""Those that decide only whether a set is built, so that a build which they stopped goes on with another value."""
 _FINGERPRINT_VERSION = 2
 """Raised when the same rows and settings give other tokens."""
 
 _EARLIER = "by earlier rules of which tokens carry loss"
 # a refused build keeps an unfinished shard from so many tokens on
 _WORTH_KEEPING_TOKENS = 1 << 16
-_ROWS_TO_DETECT = 100
-
-
-def _quiet(*_: object) -> None:
-    pass
 
 
 def open_or_build(
@@ -75,8 +73,8 @@ def open_or_build(
     replaces: bool = True,
     reads_again: bool = False,
     trained_on: Container[str] = (),
-    progress: Progress = _quiet,
-    log: Log = _quiet,
+    progress: Progress = lambda *_: None,
+    log: Log = lambda _: None,
 ) -> TokenStore:
     """Open the data set of `config` if one with the same fingerprint exists; otherwise build it, replacing any other.
 
@@ -116,7 +114,7 @@ def open_or_build(
             if store is None and not reads_again:
                 _require_built(folder)
             if store is None and not replaces:
-                _choose_parsers(sources, config.sources)  # columns that no format reads are told first
+                choose_parsers(sources, config.sources)  # columns that no format reads are told first
                 fixes = [Fix({"--replace": True}, "replaces it"), Fix({"--name": f"{config.name}-2"}, "keeps both")]
                 raise UsageError(f"data set {config.name!r} already exists and differs: {change}", fixes)
             reused = f"Reusing {folder}: same content, tokenizer, template and settings{change and f'; {change}'}"
@@ -140,16 +138,14 @@ def refuse_early(config: DataConfig, tokenizer_name: str) -> None:
         with with_sources(config.sources):
             if source.converter or (opened := local_source(source)) is None:
                 continue  # a converter runs in the build, once
-            rows = islice(opened.rows(_quiet), _ROWS_TO_DETECT)
-            parser, first = _choose_parser(opened.name, source, rows)
-        if not has_template and any(_is_chat(parser, row) for row in chain([first], rows)):
-            template_text(TokenizerFacts("", 0, None), None, name)
-
-
-def _is_chat(parser: RowParser, row: RawRow) -> bool:
-    with suppress(DataError):  # a bad row is for `on_bad_row`
-        return isinstance(parser.parse(row), Conversation)
-    return False
+            rows = islice(opened.rows(lambda _: None), ROWS_TO_DETECT)
+            parser, first = choose_parser(opened.name, source, rows)
+        for row in () if has_template else chain([first], rows):
+            sample = None
+            with suppress(DataError):  # a bad row is for `on_bad_row`
+                sample = parser.parse(row)
+            if isinstance(sample, Conversation):
+                template_text(TokenizerFacts("", 0, None), None, name)
 
 
 def _kept_store(
@@ -167,7 +163,8 @@ def _kept_store(
     asked = meta.settings.items()
     known = {name: value for name, value in asked if name in store.meta.settings or value != _DEFAULTS[name]}
     known |= {name: value for name, value in store.meta.settings.items() if name not in _DEFAULTS and not value}
-    if not store.meta.has_content(_fingerprint(content | {"settings": known})):
+    fingerprint = _fingerprint(content | {"settings": known})
+    if store.meta.fingerprint != with_mask_rules(fingerprint, store.meta.mask_rules):
         return None, _change(store.meta, meta) or "its rows or the way they are read changed"
     if store.meta.processor not in ("", meta.processor):
         return None, f"{meta.tokenizer!r} has another image processor now"
@@ -233,9 +230,11 @@ def _fingerprint(content: Content) -> str:
 
 
 def _identity(meta: StoreMeta, content: Content) -> Content:
-    """Return what a begun build must have been made from to go on with it."""
-    tokens = {name: value for name, value in meta.settings.items() if name not in _ONLY_REFUSING}
-    # rows that are too long are left out by error as by drop, until the first of them ends the build
+    """Return what a begun build must have been made from to go on with it.
+
+    `on_bad_row` and too_long=error decide only whether a set is built: a build that they stopped goes on without them.
+    """
+    tokens = {name: value for name, value in meta.settings.items() if name != "on_bad_row"}
     tokens["too_long"] = "drop" if tokens["too_long"] == "error" else tokens["too_long"]
     return content | {"settings": tokens, "processor": meta.processor, "code": code_identity()["flatout"]}
 
@@ -291,7 +290,9 @@ def _build(
     log: Log,
 ) -> None:
     meta, content = described
-    to_tokens = _sample_tokenizer(config, meta, tokenizer_name)
+    template = meta.template_text if meta.template else None
+    options = TokenizeOptions(meta.tokenizer, meta.template, template, config)
+    to_tokens = SampleTokenizer(options, tokenizer_of(config, tokenizer_name))
     notes: list[str] = []
 
     def log_note(text: str) -> None:
@@ -301,11 +302,12 @@ def _build(
     num_procs = usable_procs(config.num_procs)
     if config.num_procs not in (None, num_procs):
         log_note(f"num_procs: {config.num_procs} lowered to {num_procs}, the most on this machine")
-    readers = with_classes(_choose_parsers(sources, config.sources), log_note)
+    readers = with_classes(choose_parsers(sources, config.sources), log_note)
     if config.template == "plain":
         readers = [(one, replace(own, options=replace(own.options, joins=True))) for one, own in readers]
-    for text in _opening_lines(readers):
-        log_note(text)
+    for source, parser in readers:
+        for text in filter(None, (f"{source.name}: {parser.summary}", source.held_out)):
+            log_note(text)
     columns = own_columns(config, readers, log_note) or (PICTURES if meta.processor else {})
     copies, total = count_rows(config, readers)
     report = BuildReport(config, lambda: total if copies is not None else most_rows(readers))
@@ -325,56 +327,40 @@ def _build(
                 writer.close_shard(report.new_records())
             on_chunk(report.counts["rows"])
         report.close(writer.num_samples, writer.num_distinct())
-        meta = replace(meta, files=tuple(map(redacted, report.files)), labels=labels_of(readers))
-        meta = replace(meta, counts=dict(report.counts), max_token_id=writer.max_token_id)
-        meta = meta if meta.counts.get("pictures") else replace(meta, processor="")
-        meta = _with_template(meta, to_tokens, log_note) if report.counts["conversations"] else _without_template(meta)
+        labels = next((parser.options.classes for _, parser in readers if parser.options.classes), ())
+        meta = replace(meta, max_token_id=writer.max_token_id, labels=labels)
+        meta = _with_rows(meta, report, to_tokens, log_note)
         left_out = [f"{source.name}: {said}" for source in sources for said in source.notes()]
         for text in left_out + report.notes():
             log_note(text)
         writer.finish(meta, redacted(report.report(notes)), report.picture_files)
 
 
-def _with_template(meta: StoreMeta, to_tokens: SampleTokenizer, log: Log) -> StoreMeta:
-    """Return what a set of conversations records of its template, which `log` is told."""
-    if to_tokens.joins_texts:
-        log("the texts of turns are joined as they stand, markers are tokens, and no chat template is applied")
-        return _without_template(meta)
-    facts = to_tokens.description
-    for text in facts.summary_lines():
-        log(text)
-    return replace(meta, end_of_turn=to_tokens.masker.end_of_turn(), template_facts=facts).with_rules()
-
-
-def _without_template(meta: StoreMeta) -> StoreMeta:
-    return replace(meta, template="", template_text="")
-
-
-def _opening_lines(readers: Readers) -> Iterator[str]:
-    for source, parser in readers:
-        yield f"{source.name}: {parser.summary}"
-        if source.held_out:
-            yield source.held_out
-
-
-def _sample_tokenizer(config: DataConfig, meta: StoreMeta, tokenizer_name: str) -> SampleTokenizer:
-    options = TokenizeOptions(
-        meta.tokenizer,
-        meta.template,
-        meta.template_text if meta.template else None,
-        tuple(config.template_args.items()),
-        empty_reasoning=config.empty_reasoning,
-        lost_reasoning=config.lost_reasoning,
-        end_of_turn=config.end_of_turn,
-        loss_type=config.loss_type,
-        max_tokens=config.max_tokens,
-        too_long=config.too_long,
-        special_tokens=config.special_tokens,
-        added_tokens=tuple(config.added_tokens.items()),
-        dedupe=config.dedupe,
-        media_root=config.media_root,
+def _with_rows(meta: StoreMeta, report: BuildReport, to_tokens: SampleTokenizer, log: Log) -> StoreMeta:
+    """Return what a set records of its rows and, if it has conversations, of its template, which `log` is told."""
+    has_chats = bool(report.counts["conversations"])
+    is_rendered = has_chats and not to_tokens.joins_texts
+    meta = replace(
+        meta,
+        files=tuple(map(redacted, report.files)),
+        counts=dict(report.counts),
+        processor=meta.processor if report.counts["pictures"] else "",
+        template=meta.template if is_rendered else "",
+        template_text=meta.template_text if is_rendered else "",
     )
-    return SampleTokenizer(options, tokenizer_of(config, tokenizer_name))
+    if not is_rendered:
+        if has_chats:
+            log("the texts of turns are joined as they stand, markers are tokens, and no chat template is applied")
+        return meta
+    for text in to_tokens.description.summary_lines():
+        log(text)
+    return replace(
+        meta,
+        end_of_turn=to_tokens.masker.end_of_turn(),
+        template_facts=to_tokens.description,
+        mask_rules=MASK_RULES,
+        fingerprint=with_mask_rules(meta.fingerprint, MASK_RULES),
+    )
 
 
 @contextmanager
@@ -388,25 +374,6 @@ def _kept(writer: StoreWriter, report: BuildReport, log: Log) -> Iterator[None]:
         if writer.shards:
             log(f"{report.counts['rows']:,} rows are tokenized; a build that allows it continues from there")
         raise
-
-
-def _choose_parsers(sources: Sequence[RowSource], configs: Sequence[SourceConfig]) -> Readers:
-    """Pair each source with a parser of the format that its first rows show."""
-    return [
-        (source, _choose_parser(source.name, config, islice(source.rows(_quiet), _ROWS_TO_DETECT))[0])
-        for source, config in zip(sources, configs, strict=True)
-    ]
-
-
-def _choose_parser(name: str, config: SourceConfig, rows: Iterator[RawRow]) -> tuple[RowParser, RawRow]:
-    """Return a parser, and the row that it is made by. Raises DataError if it can be made by none of the rows."""
-    problem = DataError(f"{name}: no rows")
-    for number, row in enumerate(rows):
-        try:
-            return make_parser(config, row), row
-        except DataError as error:  # a null in one row does not rule out the others
-            problem = problem if number else error
-    raise problem
 
 
 def _chunks(readers: Readers, copies: list[NDArray[np.int32]] | None, report: BuildReport) -> Iterator[Chunk]:

@@ -6,7 +6,8 @@ import time
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import cache
 from itertools import chain, islice
 from typing import Any, NoReturn
 
@@ -16,7 +17,7 @@ from flatout.config.schema import DataConfig
 from flatout.data.conversation import Origin
 from flatout.data.counts import ALWAYS_COUNTED, COUNTS, LISTED, LOSING
 from flatout.data.markup import markup_notes
-from flatout.data.pictures.changes import Files, files_of
+from flatout.data.pictures.files import Files, files_of
 from flatout.data.preference_columns import unit_notes
 from flatout.data.workers import Chunk, Problem, TokenizedChunk
 from flatout.errors import DataError, Fix
@@ -28,7 +29,6 @@ _PATIENCE_ROWS = 5000  # how many rows the build still reads after a bad one, to
 _MAX_SHARES = {"no_labels": 0.001, "lost_labels": 0.01}
 # so many rows of each kind, and so many errors, are listed; all are counted
 MAX_LISTED, MAX_LISTED_PROBLEMS = 200_000, 10_000
-_UNASKED = -1
 _MAX_LOST_TOKENS = 0.2  # share of label tokens that a length policy may lose which nobody asked for
 _MAX_TYPED = 0.1  # share of plain texts that may contain special tokens before the build stops
 _SKIP = Fix({"data.on_bad_row": "skip"}, "leaves such rows out")
@@ -37,51 +37,24 @@ TOLD_EVERY_S = 30.0
 """How often a long build reports its progress."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkRecord:
-    """What is remembered of a chunk; an interrupted build takes the records of its shards once more."""
-
-    counts: dict[str, int]
-    """How often each thing happened, by its name in the report."""
-    num_units: int
-    """Units that it gave."""
-    problems: list[Problem]
-    """The errors of its bad rows."""
-    listed: list[tuple[str, str, int]]
-    """What happened to a row that the report names, its file and its number."""
-    lengths: dict[int, int]
-    """Rows of each length in tokens, before the length policy."""
-    keys: list[int]
-    """Keys of the rows that are in the store, for `data.dedupe`."""
-    files: list[str]
-    """The files that its samples are from."""
-    picture_files: Files
-    """The files that its pictures are from."""
-
-    @classmethod
-    def of_json(cls, raw: Mapping[str, Any]) -> ChunkRecord:
-        """Return what `dataclasses.asdict` and JSON made of a record."""
-        problems = [(text, tuple(Fix(**fix) for fix in fixes)) for text, fixes in raw["problems"]]
-        lengths = {int(length): count for length, count in raw["lengths"].items()}
-        return cls(**{**raw, "problems": problems, "lengths": lengths})
-
-
-def _record(chunk: Chunk, done: TokenizedChunk) -> ChunkRecord:
+def _record(chunk: Chunk, done: TokenizedChunk) -> dict[str, Any]:
+    """Return what is remembered of a chunk, as JSON: an interrupted build takes the records of its shards once more."""
     problems, tally = [*chunk.problems, *done.problems], done.tally
     counts = Counter(rows=len(chunk.rows) + len(chunk.problems), bad=len(problems))
     counts.update(deduped_tokens=done.repeated.tokens, deduped_labels=done.repeated.labels)
     counts.update(tally.counts)
     origins = [(name, chunk.rows[place].origin) for name, place in tally.listed]
-    return ChunkRecord(
-        dict(counts),
-        len(done.unit_sizes),
-        problems,
-        [(name, origin.source, origin.row_number) for name, origin in origins],
-        dict(tally.lengths),
-        [key for key in done.keys if key],
-        [*dict.fromkeys(chunk.rows[row].origin.source for row in done.sample_row.tolist())],
-        files_of(chain.from_iterable(done.pictures)),
-    )
+    return {
+        "counts": dict(counts),
+        "num_units": len(done.unit_sizes),
+        "problems": [(text, [asdict(fix) for fix in fixes]) for text, fixes in problems],
+        # what happened to a row that the report names, its file and its number
+        "listed": [(name, origin.source, origin.row_number) for name, origin in origins],
+        "lengths": [*tally.lengths.items()],
+        "keys": [key for key in done.keys if key],
+        "files": [*dict.fromkeys(chunk.rows[row].origin.source for row in done.sample_row.tolist())],
+        "picture_files": files_of(chain.from_iterable(done.pictures)),
+    }
 
 
 class BuildReport:
@@ -92,8 +65,7 @@ class BuildReport:
     """
 
     def __init__(self, config: DataConfig, most_rows: Callable[[], int | None] = lambda: None) -> None:
-        self._config, self._most_rows = config, most_rows
-        self._most: int | None = _UNASKED
+        self._config, self._most_rows = config, cache(most_rows)
         self.counts: Counter[str] = Counter(dict.fromkeys(ALWAYS_COUNTED, 0))
         self.problems: list[Problem] = []
         self.num_chunks = 0
@@ -108,14 +80,14 @@ class BuildReport:
         self._lengths: Counter[int] = Counter()  # rows of each length, before the length policy
         self._percentiles: dict[str, int] = {}
         self._num_units = self._read_since_loss = 0
-        self._new: list[ChunkRecord] = []
+        self._new: list[dict[str, Any]] = []
 
     def add(self, chunk: Chunk, done: TokenizedChunk) -> None:
         """Count one chunk. Raises DataError as soon as it is certain that the set will be refused."""
         record = _record(chunk, done)
-        self._take(record)
+        self.restore([record])
         self._new.append(record)
-        self._check(len(chunk.rows) + len(record.problems))
+        self._check(len(chunk.rows) + len(record["problems"]))
 
     def check_unread(self, problems: list[Problem]) -> None:
         """Raise DataError if so many rows could not even be read, of which no chunk is counted yet."""
@@ -126,27 +98,25 @@ class BuildReport:
     def new_records(self) -> list[dict[str, Any]]:
         """Return the records of the chunks since the last call as JSON, for `restore`."""
         new, self._new = self._new, []
-        return [asdict(record) for record in new]
+        return new
 
     def restore(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Take over what an earlier build counted; call it for each of its lists of records, in order."""
-        for raw in records:
-            self._take(ChunkRecord.of_json(raw))
-
-    def _take(self, record: ChunkRecord) -> None:
-        self.num_chunks += 1
-        self.counts.update(record.counts)
-        self._num_units += record.num_units
-        self.problems += record.problems[: max(0, MAX_LISTED_PROBLEMS - len(self.problems))]
-        self._lengths.update(record.lengths)
-        self.seen.update(record.keys)
-        self.picture_files |= record.picture_files
-        for name in record.files:
-            self.files.setdefault(name, len(self.files))
-        for name, source, row in record.listed:
-            if self._num_listed[name] < MAX_LISTED:
-                self._num_listed[name] += 1
-                self._listed[name][source].append(row)
+        self.num_chunks += len(records)
+        for record in records:
+            self.counts.update(record["counts"])
+            self._num_units += record["num_units"]
+            new = record["problems"][: max(0, MAX_LISTED_PROBLEMS - len(self.problems))]
+            self.problems += [(text, tuple(Fix(**fix) for fix in fixes)) for text, fixes in new]
+            self._lengths.update(dict(record["lengths"]))
+            self.seen.update(record["keys"])
+            self.picture_files |= record["picture_files"]
+            for name in record["files"]:
+                self.files.setdefault(name, len(self.files))
+            for name, source, row in record["listed"]:
+                if self._num_listed[name] < MAX_LISTED:
+                    self._num_listed[name] += 1
+                    self._listed[name][source].append(row)
 
     def _check(self, num_read: int) -> None:
         """Raise DataError if the set is certain to be refused, and enough rows are read to say why."""
@@ -160,11 +130,8 @@ class BuildReport:
             if counts["bad"] >= MAX_PROBLEMS or self._read_since_loss > _PATIENCE_ROWS:
                 self._refuse(counts["rows"])
         over = [name for name, share in _MAX_SHARES.items() if counts[name] > share * counts["rows"]]
-        if any(counts[name] >= MAX_PROBLEMS for name in over):
-            if self._most == _UNASKED:
-                self._most = self._most_rows()
-            if self._most is not None:
-                self._refuse(max(self._most, counts["rows"]))
+        if any(counts[name] >= MAX_PROBLEMS for name in over) and (most := self._most_rows()) is not None:
+            self._refuse(max(most, counts["rows"]))
 
     def _refuse(self, most_rows: int) -> None:
         """Raise DataError if so many rows are lost that a set of at most `most_rows` must not be built."""

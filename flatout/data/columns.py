@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -107,6 +107,9 @@ class Shard:
     num_pictures: Annotated[int, Field(ge=0)] = 0
     num_bytes: Annotated[int, Field(ge=0)] = 0
 
+    def without(self, names: Collection[str]) -> Shard:
+        return replace(self, xxh3={name: own for name, own in self.xxh3.items() if name not in names})
+
     def num_values(self, column: Column) -> int:
         """Return how many values of its file a column has in this shard, without the 0 that precedes `offsets`."""
         if column.per == "token":
@@ -183,9 +186,9 @@ class Layout:
             self._starts[key] = np.cumsum([0, *counts], dtype=np.int64)
         return self._starts[key]
 
-    def items(self, name: str, shard: int | None = None, column: Column | None = None) -> slice:
-        """Return the range of items of one shard, or of all, in the file of a column, by default that of the name."""
-        starts = self._starts_of(column or self._columns[name])
+    def items(self, name: str, shard: int | None = None) -> slice:
+        """Return the range of items of one shard, or of all, in the file of a column."""
+        starts = self._starts_of(self._columns[name])
         first, last = (0, len(self.shards)) if shard is None else (shard, shard + 1)
         before = int(name == "offsets")
         return slice(int(starts[first]) + before * (first > 0), int(starts[last]) + before)

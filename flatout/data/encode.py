@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, Encoding, Tokenizer, decoders, processors
 
-from flatout.data.tokenizer import control_pattern
+from flatout.data.tokenizer import added_texts, any_of, control_pattern
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,12 +44,11 @@ class _TokenBytes(dict[int, bytes]):
     """The bytes of each token of a byte-level vocabulary, by id; filled as they are asked for."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode  # lazy: who only opens a store needs none
+
         super().__init__((i, token.content.encode()) for i, token in tokenizer.get_added_tokens_decoder().items())
         self._tokenizer = tokenizer
-        # how GPT-2 writes bytes: printable ones as they are, the others as the characters from 256 on
-        shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-        others = [byte for byte in range(256) if byte not in shown]
-        self._byte_of = {chr(byte): byte for byte in shown} | {chr(256 + i): byte for i, byte in enumerate(others)}
+        self._byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
 
     def __missing__(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id) or ""
@@ -73,8 +72,7 @@ class Encoder:
         self._stand_ins = {token.content: _STAND_IN.format(i) for i, token in self._special.items()}
         self._pattern = control_pattern(tokenizer, markup=True)
         # every added token stays whole; those that are no special ones are read from any text
-        added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.content}
-        self._whole = re.compile("|".join(re.escape(text) for text in sorted(added, key=len, reverse=True)) or r"(?!)")
+        self._whole = re.compile(any_of(added_texts(tokenizer)) or r"(?!)")
         self._decode = tokenizer.decode
         self._is_bytes = isinstance(self._backend.decoder, decoders.ByteLevel)
         self._bytes = _TokenBytes(self._backend)
@@ -138,14 +136,8 @@ class Encoder:
             places = list(accumulate(parts))
             spans = list(zip(places[::2], places[1::2], strict=True))
         starts = np.fromiter(accumulate(map(len, pieces), initial=0), np.int64, len(pieces) + 1)
-        wanted = np.array(spans, np.int64).reshape(-1)
-        tokens = np.searchsorted(starts, wanted)
-        if (starts[tokens] != wanted).any():
-            return None
-        loss_mask = np.zeros(len(ids), np.bool_)
-        for first, last in tokens.reshape(-1, 2).tolist():
-            loss_mask[first:last] = True
-        return TokenizedText(np.array(ids, np.int32), loss_mask)
+        loss_mask, is_cut = _loss_mask(np.stack([starts[:-1], starts[1:]], axis=1), spans)
+        return None if is_cut else TokenizedText(np.array(ids, np.int32), loss_mask)
 
     def encode(self, text: str, spans: Sequence[Span], typed: Sequence[Span] = ()) -> TokenizedText:
         """Return the token ids of `text` and its loss mask.

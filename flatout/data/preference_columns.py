@@ -1,8 +1,9 @@
-"""Data sets of compared or labelled answers: what their sources must agree on, and what a set says of its units."""
+"""Data sets of compared, labelled or classified answers: what a set says of its units, and its labels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,54 +11,42 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatout.config.objective import UNDESIRABLE
-from flatout.config.schema import DataConfig
-from flatout.data.columns import JUDGEMENTS, PREFIX_TOKENS, Column
-from flatout.data.rows.formats.answers import CLASS, CLASSIFY, JUDGED
-from flatout.data.sampling import Readers
+from flatout.data.columns import PREFIX_TOKENS, Column
+from flatout.data.rows.formats.answers import CLASS
 from flatout.data.token_store import TokenStore
-from flatout.errors import DataError, Fix
+from flatout.errors import DataError
 
 # labels that statistics name
 _MOST_SHOWN = 12
 
 
-def own_columns(config: DataConfig, readers: Readers, log: Callable[[str], None]) -> dict[str, Column]:
-    """Return the columns that the rows of all sources fill.
+def listed(labels: Sequence[str], most: int = 8) -> str:
+    """Return the first labels for a sentence."""
+    return ", ".join(labels[:most]) + (", ..." if len(labels) > most else "")
 
-    A margin that only some sources have is left out, which `log` says. Raises DataError for sources of which only some
-    hold pairs, or labelled answers, and for settings that would cut an answer or give loss to a prompt.
-    """
-    kinds = {parser.columns[:1]: (source, parser) for source, parser in reversed(readers)}
-    if len(kinds) > 1:
-        (one, first), (other, second) = list(kinds.values())[:2]
+
+def alike_labels(labels: Sequence[str]) -> str:
+    """Return a sentence on labels that differ in case alone; empty if none do."""
+    numbers = Counter(map(str.casefold, labels))
+    alike = ", ".join([label for label in labels if numbers[label.casefold()] > 1][:8])
+    return f"labels that differ in case alone are classes of their own: {alike}; write them alike" if alike else ""
+
+
+def in_order_of(store: TokenStore, labels: Sequence[str]) -> TokenStore:
+    """Return a data set with its labels numbered as in `labels`. Raises DataError for a row with another label."""
+    own = store.meta.labels
+    if not labels or not own or own == tuple(labels):
+        return store
+    numbers = np.array([labels.index(label) if label in labels else -1 for label in own], np.int32)
+    targets = numbers[np.asarray(store.extra[CLASS])]
+    if (unknown := np.flatnonzero(targets < 0)).size:
+        first = int(unknown[0])
         raise DataError(
-            f"{one.name} has {first.format} rows and {other.name} {second.format} rows, which no objective takes "
-            "together; build them as two data sets"
+            f"{store.origin(first)}: label {own[int(store.extra[CLASS][first])]!r:.60} is none of those that are "
+            f"trained ({listed(labels)}); {unknown.size:,} of {store.num_samples:,} rows of {store.meta.name!r} have "
+            "such labels: remove them, or train on them too"
         )
-    _, parser = readers[0]
-    if parser.format == CLASSIFY:
-        if config.too_long == "split":
-            fixes = [Fix({"data.too_long": "truncate"}, "cuts them"), Fix({"data.too_long": "drop"}, "leaves them out")]
-            raise DataError("data.too_long=split would give a label to parts of a text", fixes)
-        return {CLASS: JUDGEMENTS[CLASS]}
-    if parser.format not in JUDGED:
-        return {}
-    if config.loss_type == "all":
-        raise DataError(
-            f"data.loss_type=all gives loss to prompts, but of {parser.format} rows only answers are learnt",
-            [Fix({"data.loss_type": "response_only"})],
-        )
-    if config.too_long in ("truncate", "split"):
-        raise DataError(
-            f"data.too_long={config.too_long} would keep a part of an answer, but of {parser.format} rows whole "
-            "answers are compared",
-            [Fix({"data.too_long": "drop"}, "leaves out longer rows")],
-        )
-    every = set.intersection(*(set(each.columns) for _, each in readers))
-    for name in sorted(set.union(*(set(each.columns) for _, each in readers)) - every):
-        lacking = next(source.name for source, each in readers if name not in each.columns)
-        log(f"column {name} is left out: {lacking} does not have it")
-    return {name: column for name, column in JUDGEMENTS.items() if name in every}
+    return replace(store, extra={**store.extra, CLASS: targets}, meta=replace(store.meta, labels=tuple(labels)))
 
 
 def with_undesirable(store: TokenStore) -> TokenStore:

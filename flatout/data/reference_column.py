@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flatout.config.objective import REFERENCE
-from flatout.data.add_column import write_column
+from flatout.data.add_column import add_column
 from flatout.data.columns import Column
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError, ResourceError
@@ -73,7 +73,7 @@ def keep_on_disk(store: TokenStore, key: str, meaning: str) -> list[str]:
         return others[MOST_KEPT - 1 :]
 
     try:
-        write_column(store.folder, name, Column("float64", "sample", meaning, partial=True), values, replaces=oldest)
+        add_column(store.folder, name, values, per="sample", meaning=meaning, partial=True, replaces=oldest)
     except DataError:
         if _still_there(store) is None:  # in this moment
             raise replaced from None

@@ -114,34 +114,28 @@ def find(root: Path, name: str) -> Entry:
         return entries[name]
     if re.fullmatch(NAME_PATTERN, name) and (built_dir(root, name) / MANIFEST).is_file():
         return entry_of(DataConfig(root=root, name=name), TokenStore.open(built_dir(root, name), verify=False))
+    rows, stem = files_of_rows() or ["chats.jsonl"], Path(name).stem
     if Path(name).suffix and (suggestion := did_you_mean(name)):
         raise DataError(f"{name}: no such file, and no data set of that name{suggestion}")
     if Path(name, "config.json").is_file():
-        raise DataError(f"{name} is a model, not data; name a file, such as {(files_of_rows() or ['chats.jsonl'])[0]}")
+        raise DataError(f"{name} is a model, not data; name a file, such as {rows[0]}")
     if Path(name).exists():
-        raise DataError(
-            f"{name} contains rows and is not a built data set; "
-            + (
-                f"`flatout data show {stem}` shows the set of that name"
-                if (stem := Path(name).stem) in entries
-                else f"build one with `flatout data build {name} --tokenizer Qwen/Qwen3-0.6B --name {stem}`"
-            )
-        )
+        build = f"build one with `flatout data build {name} --tokenizer Qwen/Qwen3-0.6B --name {stem}`"
+        advice = f"`flatout data show {stem}` shows the set of that name" if stem in entries else build
+        raise DataError(f"{name} contains rows and is not a built data set; {advice}")
     built_dir(root, name)
+    example = [Fix({"data": [*entries, *rows][0]}, "for example")]
     if name == "default":  # no data was named
-        there = [*entries, *files_of_rows(), "chats.jsonl"]
-        raise DataError("no data is named", [Fix({"data": there[0]}, "for example")])
+        raise DataError("no data is named", example)
     if not entries:
-        file = (files_of_rows() or ["chats.jsonl"])[0]
         raise DataError(
             f"no data set {name!r}, and no file of that name: {root / FILE_NAME} lists no data set; name a file, or "
-            f"build one with `flatout data build {file} --tokenizer Qwen/Qwen3-0.6B --name {name}`",
-            [Fix({"data": file}, "for example")],
+            f"build one with `flatout data build {rows[0]} --tokenizer Qwen/Qwen3-0.6B --name {name}`",
+            example,
         )
     near = difflib.get_close_matches(name, entries, n=1, cutoff=0.7)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    fixes = [] if near else [Fix({"data": next(iter(entries))}, "for example")]
-    raise DataError(f"no data set {name!r} in {root / FILE_NAME}; {hint}known: {', '.join(entries)}", fixes)
+    known = (f"did you mean {near[0]!r}? " if near else "") + f"known: {', '.join(entries)}"
+    raise DataError(f"no data set {name!r} in {root / FILE_NAME}; {known}", [] if near else example)
 
 
 def upsert(root: Path, entry: Entry, extra: dict[str, Any] | None = None) -> None:

@@ -34,7 +34,7 @@ def row_key(sample: ParsedRow, pieces: Sequence[TokenizedText]) -> int:
     for piece in pieces:
         content.update(np.ascontiguousarray(piece.token_ids, np.int32).tobytes())
         content.update(piece.loss_mask.tobytes())
-        content.update(b"".join(picture.digest for picture in piece.pictures))
+        content.update(b"".join(picture.file.digest for picture in piece.pictures))
     if isinstance(sample, PreferenceRow):
         content.update(json.dumps([sample.units, sample.columns], sort_keys=True).encode())
     return content.intdigest()

@@ -31,8 +31,7 @@ from flatout.data.columns import (
     fingerprint,
     npy_header,
 )
-from flatout.data.pictures.changes import PICTURE_FILES, Files
-from flatout.data.pictures.files import PictureFiles, picture_hashes
+from flatout.data.pictures.files import PICTURE_FILES, Files, PictureFiles, picture_hashes
 from flatout.data.token_store import MANIFEST, VERSION, StoreManifest, StoreMeta, replaced_dir
 from flatout.data.workers import Chunk, TokenizedChunk
 from flatout.errors import DataError, ResourceError
@@ -270,10 +269,7 @@ class StoreWriter:
         self.close()
         for name in (_JOURNAL, *(f"{name}.npy" for name in gone)):
             self._durable_io.remove_tree(self._folder / name)
-        shards = tuple(
-            replace(shard, xxh3={name: own for name, own in shard.xxh3.items() if name not in gone})
-            for shard in self.shards
-        )
+        shards = tuple(shard.without(gone) for shard in self.shards)
         columns = {
             name: replace(file.column, fingerprint=fingerprint(name, file.column, shards), file=f"{name}.npy")
             for name, file in self._files.items()

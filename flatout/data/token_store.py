@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from tokenize import TokenError
@@ -24,7 +24,7 @@ from pydantic import Field, TypeAdapter, with_config
 from flatout.data.columns import CHECKED, COLUMNS, Column, Layout, LossMask, Shard, fingerprint
 from flatout.data.conversation import Origin
 from flatout.data.templates.description import TemplateDescription
-from flatout.errors import DataError
+from flatout.errors import DataError, reason_of
 from flatout.io.allowed import require_allowed
 from flatout.io.json_file import open_plain, read_json, validated
 
@@ -42,7 +42,8 @@ _FILLED_BY = {
 }
 
 
-def _with_rules(fingerprint: str, mask_rules: int) -> str:
+def with_mask_rules(fingerprint: str, mask_rules: int) -> str:
+    """Return the fingerprint of a store whose content has this one, and whose mask is by these rules (0: by none)."""
     return xxhash.xxh3_128_hexdigest(f"{fingerprint} {mask_rules}".encode()) if mask_rules else fingerprint
 
 
@@ -85,14 +86,6 @@ class StoreMeta:
     def has_earlier_rules(self) -> bool:
         """Whether its conversations may have other labels today; a set without any has no template, and no rules."""
         return bool(self.template) and self.mask_rules != MASK_RULES
-
-    def with_rules(self) -> StoreMeta:
-        """Return the same for a set with conversations, whose fingerprint also depends on the rules of their mask."""
-        return replace(self, mask_rules=MASK_RULES, fingerprint=_with_rules(self.fingerprint, MASK_RULES))
-
-    def has_content(self, fingerprint: str) -> bool:
-        """Whether it was made of the content that has this fingerprint, by whichever rules."""
-        return self.fingerprint == _with_rules(fingerprint, self.mask_rules)
 
     @property
     def added_tokens(self) -> dict[str, bool]:
@@ -349,10 +342,8 @@ def _open_array(folder: Path, name: str, columns: Mapping[str, Column], layout: 
     try:
         open_plain(path).close()
         array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
-    except OSError as error:
-        raise DataError(f"{path}: damaged or missing: {error.strerror}; {_AGAIN}") from error
-    except (ValueError, KeyError, EOFError, OverflowError, SyntaxError, TokenError) as error:
-        raise DataError(f"{path}: damaged or missing: {error}; {_AGAIN}") from error
+    except (OSError, ValueError, KeyError, EOFError, OverflowError, SyntaxError, TokenError) as error:
+        raise DataError(f"{path}: damaged or missing: {reason_of(error)}; {_AGAIN}") from error
     if array.dtype != dtype or array.shape != (length,):
         raise DataError(f"{path}: found {array.dtype} {array.shape}, expected {dtype} ({length},); {_AGAIN}")
     return array

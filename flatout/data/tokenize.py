@@ -8,24 +8,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from operator import or_
-from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flatout.config.data import Dedupe
+from flatout.config.data import DataConfig
 from flatout.data.columns import PREFIX_TOKENS
 from flatout.data.conversation import PICTURE, Conversation, ParsedRow, PlainText, PreferenceRow, is_empty
 from flatout.data.counts import LOSING, NOTHING, Fate, Outcome, Size
 from flatout.data.encode import Encoder, TokenizedText, UnencodableError
 from flatout.data.loss_mask.mask import MaskedText, Masker, complement
 from flatout.data.loss_mask.probes import unknown_marker
-from flatout.data.loss_mask.questions import Policy, masked_samples
+from flatout.data.loss_mask.questions import masked_samples
 from flatout.data.markup import noticed
-from flatout.data.pictures.processor import expanded
-from flatout.data.pictures.rows import RowPictures
+from flatout.data.pictures.processor import Picture, PictureProcessor, expanded
 from flatout.data.rows.formats.answers import CLASS
 from flatout.data.templates.description import EARLIER, Problem, TemplateDescription
 from flatout.data.templates.template import ChatTemplate, choose_template, reads
@@ -41,22 +39,13 @@ _MAX_MASKERS = 64
 
 @dataclass(frozen=True, slots=True)
 class TokenizeOptions:
-    """Everything that decides a sample's tokens, hashable. `template_source` is None if there is no template to use."""
+    """Everything that decides a sample's tokens."""
 
     tokenizer_name: str
     template_name: str
     template_source: str | None
-    template_args: tuple[tuple[str, bool | int | float | str], ...] = ()
-    empty_reasoning: Literal["train", "mask"] = "train"
-    lost_reasoning: Policy = "split"
-    end_of_turn: str | None = None
-    loss_type: Literal["response_only", "all"] = "response_only"
-    max_tokens: int | None = None
-    too_long: Literal["auto", "error", "drop", "truncate", "split"] = "auto"
-    special_tokens: Literal["keep", "text"] | None = None
-    added_tokens: tuple[tuple[str, bool], ...] = ()
-    dedupe: Dedupe = "off"
-    media_root: Path | None = None
+    """None if there is no template to use."""
+    settings: DataConfig = field(default_factory=DataConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,22 +67,21 @@ class SampleTokenizer:
 
     def __init__(self, options: TokenizeOptions, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Load the tokenizer unless one is given. Raises DataError."""
-        self.options = options
-        name, added = options.tokenizer_name, dict(options.added_tokens)
-        self.tokenizer = load_tokenizer(name, added=added) if tokenizer is None else tokenizer
+        self.options, self._settings = options, options.settings
+        added = self._settings.added_tokens
+        self.tokenizer = load_tokenizer(options.tokenizer_name, added=added) if tokenizer is None else tokenizer
         self.encoder = Encoder(self.tokenizer)
-        self.pictures = RowPictures(name, self.tokenizer, options.media_root)
         self._control = control_pattern(self.tokenizer)
         # plain documents start with bos if the tokenizer itself starts every text with it
         self._bos = [int(self.tokenizer.bos_token_id)] if begins_with_bos(self.tokenizer) else []
-        self.joins_texts = options.special_tokens == "keep" and options.template_name == "plain"
+        self.joins_texts = self._settings.special_tokens == "keep" and options.template_name == "plain"
         self.num_ids = max(len(self.tokenizer), self.tokenizer.vocab_size)
         self._maskers: dict[str, Masker] = {}  # of rows with variables of their own
 
     @property
     def masker(self) -> Masker:
         """The masker of the template. Raises DataError if there is no template, or if it ends no answer."""
-        masker, options = self._masker, self.options
+        masker, options = self._masker, self._settings
         if not masker.stops.texts and options.end_of_turn is None and options.loss_type == "response_only":
             marker = unknown_marker(masker.template)
             other = f"; {marker!r} opens the next turn, but is no token of this tokenizer" if marker else ""
@@ -111,16 +99,16 @@ class SampleTokenizer:
             if source is None:
                 template = choose_template(self.tokenizer, None, options.tokenizer_name)
             else:
-                template = ChatTemplate.checked(name, source, self.tokenizer, dict(options.template_args))
+                template = ChatTemplate.checked(name, source, self.tokenizer, self._settings.template_args)
             return self._masker_of(template)
 
     def _masker_of(self, template: ChatTemplate) -> Masker:
         return Masker(
             template,
-            self.options.loss_type,
+            self._settings.loss_type,
             self._control,
-            mask_empty_reasoning=self.options.empty_reasoning == "mask",
-            end_of_turn=self.options.end_of_turn,
+            mask_empty_reasoning=self._settings.empty_reasoning == "mask",
+            end_of_turn=self._settings.end_of_turn,
         )
 
     def _masker_for(self, sample: Conversation) -> Masker:
@@ -130,7 +118,7 @@ class SampleTokenizer:
         """
         template = self.masker.template
         args = {k: v for k, v in sample.template_args.items() if v not in ("", [], {}) or reads(template.source, k)}
-        mark = self.pictures.mark(sample)
+        mark = self._picture_mark(sample) if sample.pictures else ""
         if not args and not mark:
             return self.masker
         key = json.dumps([args, mark], sort_keys=True)
@@ -144,13 +132,26 @@ class SampleTokenizer:
         return self._maskers[key]
 
     @cached_property
+    def _pictures(self) -> PictureProcessor:
+        return PictureProcessor(self.options.tokenizer_name, self.tokenizer)
+
+    def _picture_mark(self, sample: Conversation) -> str:
+        """Return what a template writes for a picture. Raises DataError without a processor, and if a text holds it."""
+        try:
+            processor = self._pictures
+        except DataError as error:
+            raise DataError(f"{sample.origin}: {sample.pictures[0].place} is a picture, but {error.text}") from None
+        processor.require_no_mark((message.content for message in sample.messages), f"{sample.origin}: ")
+        return processor.mark
+
+    @cached_property
     def description(self) -> TemplateDescription:
         """What the template does, and what a user should know about it with this tokenizer."""
         masker = self._masker  # made within the limits too, which do not nest
         with bounded(f"chat template {self.options.template_name!r}"):
             description = masker.description
         # answers before the last question are in samples of their own, or carry no loss
-        hidden = {EARLIER} if self.options.lost_reasoning != "train" else set()
+        hidden = {EARLIER} if self._settings.lost_reasoning != "train" else set()
         problems = [problem for problem in description.problems if problem.answer not in hidden]
         for stop in description.stops:
             if (num_tokens := len(self.encoder.encode(stop, ()).token_ids)) > 1:
@@ -160,7 +161,7 @@ class SampleTokenizer:
                         "add it with data.new_special_tokens, or choose a template of this tokenizer's family",
                     )
                 )
-        if self.options.empty_reasoning == "mask" and not description.empty_reasoning:
+        if self._settings.empty_reasoning == "mask" and not description.empty_reasoning:
             problems.append(
                 Problem(
                     "data.empty_reasoning=mask changes nothing: it writes no empty reasoning before an answer",
@@ -183,7 +184,7 @@ class SampleTokenizer:
         with bounded(f"{sample.origin}: chat template {self.masker.template.name!r}"):
             has_own = sample.template_args or sample.pictures
             masker = self._masker_for(sample) if has_own else self.masker
-            return masked_samples(masker, sample, self.options.lost_reasoning)
+            return masked_samples(masker, sample, self._settings.lost_reasoning)
 
     def _as_it_stands(self, sample: Conversation) -> MaskedText:
         """Join the texts of a chat whose markers are read as tokens; bos and eos are those that a document gets."""
@@ -196,7 +197,7 @@ class SampleTokenizer:
                     f"{sample.origin}: messages[{place}]: special_tokens=keep with template=plain trains texts, but "
                     "the row has tools, reasoning or pictures beside them; write these into the texts"
                 )
-            is_answer = message.role == "assistant" or self.options.loss_type == "all"
+            is_answer = message.role == "assistant" or self._settings.loss_type == "all"
             if is_answer if message.train is None else message.train:
                 learnt = complement(message.silent, len(message.content))
                 spans += [(len(text) + start, len(text) + end) for start, end in learnt]
@@ -230,7 +231,10 @@ class SampleTokenizer:
             if isinstance(sample, PreferenceRow):
                 return self._preference(sample, self.masked(sample) if texts is None else texts)
             if isinstance(sample, PlainText):
-                return self._plain(sample)
+                if not sample.text.strip():
+                    return TokenizedSample((), Outcome("no_labels", noticed=Counter(documents=1)), ())
+                text, counts = self._document(sample)
+                return self._fit(text, counts, is_document=not (sample.prompt or sample.silent))
         except UnencodableError as error:
             raise DataError(f"{sample.origin}: {error}") from None
         ids, labels = sample.token_ids, sample.loss_mask
@@ -264,14 +268,14 @@ class SampleTokenizer:
 
         A text over the limit loses its end, unless `too_long` says otherwise.
         """
-        (sample,), limit = row.answers, self.options.max_tokens
+        (sample,), limit = row.answers, self._settings.max_tokens
         if isinstance(sample, PlainText):
             whole, counts = self._document(sample)
         else:
             whole = self.encoder.encode(texts[0].text, (), texts[0].typed)
             counts = noticed(sample, texts[0].text, self._control)
             counts["typed_control_tokens"] = len(texts[0].typed)
-        num_tokens, cuts = len(whole.token_ids), self.options.too_long in ("auto", "truncate")
+        num_tokens, cuts = len(whole.token_ids), self._settings.too_long in ("auto", "truncate")
         ids = whole.token_ids[:limit] if cuts else whole.token_ids
         done = self._fit(TokenizedText(ids, np.arange(len(ids)) == len(ids) - 1), counts, is_whole=True)
         done.outcome.noticed["classified"] = len(done.pieces)
@@ -284,11 +288,12 @@ class SampleTokenizer:
     def _conversation(
         self, sample: Conversation, texts: Sequence[MaskedText], *, is_whole: bool = False
     ) -> TokenizedSample:
-        policy = self.options.lost_reasoning
+        policy = self._settings.lost_reasoning
         silent = [m for m in sample.messages if m.role == "assistant" and m.train is False]
         counts = {"empty_answers": sum(map(is_empty, silent))}
         counts |= noticed(sample, texts[-1].text if texts else "", self._control)
-        counts["learnt_control"] = int(any(map(_is_learnt, texts)))
+        learnt = (start <= typed < end for text in texts for typed, _ in text.typed for start, end in text.spans)
+        counts["learnt_control"] = int(any(learnt))
         counts["unlike_prompt"] = sum(masked.num_unlike_prompt for masked in texts)
         if (inline := sum("</think>" in m.content for m in sample.messages if m.role == "assistant")) and texts:
             counts["reasoning_as_text"] = inline * self.masker.leaves_inline_reasoning
@@ -296,32 +301,33 @@ class SampleTokenizer:
             counts |= {"split_by_question": 1, "questions": len(texts)}
         elif texts:
             counts["reasoning_masked" if policy == "mask" else "reasoning_dropped"] = len(texts[0].lost_reasoning)
-        pictures, done = self.pictures.of(sample, texts), []
-        if pictures:
-            counts |= {"pictures": len(pictures), "transparent_pictures": sum(alpha for *_, alpha in pictures)}
+        pictures: tuple[Picture, ...] = ()
+        done = list[TokenizedSample]()
+        if sample.pictures:
+            if (num_shown := texts[-1].text.count(PICTURE) if texts else 0) != len(sample.pictures):
+                raise DataError(
+                    f"{sample.origin}: the chat template shows {num_shown} of {len(sample.pictures)} pictures; choose "
+                    "one of the model's family (data.template)"
+                )
+            pictures = self._pictures.read(sample, self._settings.media_root)
+            transparent = sum(picture.file.has_alpha for picture in pictures)
+            counts |= {"pictures": len(pictures), "transparent_pictures": transparent}
         for masked in texts:
             seen = pictures[: masked.text.count(PICTURE)]
-            shown = expanded(masked, [standing for _, standing, _ in seen]) if seen else masked
-            text = self.encoder.encode(shown.text, shown.spans, shown.typed)
-            text = replace(text, pictures=tuple(picture for picture, *_ in seen))
+            shown = expanded(masked, [picture.standing.text for picture in seen]) if seen else masked
+            text = replace(self.encoder.encode(shown.text, shown.spans, shown.typed), pictures=seen)
             own = counts if len(texts) == 1 else {}
             done.append(self._fit(text, {"typed_control_tokens": len(masked.typed), **own}, is_whole=is_whole))
         return done[0] if len(done) == 1 else _joined(done, counts)
 
-    def _plain(self, sample: PlainText) -> TokenizedSample:
-        if not sample.text.strip():
-            return TokenizedSample((), Outcome("no_labels", noticed=Counter(documents=1)), ())
-        text, counts = self._document(sample)
-        return self._fit(text, counts, is_document=not (sample.prompt or sample.silent))
-
     def _document(self, sample: PlainText) -> tuple[TokenizedText, dict[str, int]]:
         """Return a text as a whole, from bos to eos, and counts."""
         text = sample.prompt + sample.text
-        keep = self.options.special_tokens == "keep"
+        keep = self._settings.special_tokens == "keep"
         typed = [match.span() for match in self._control.finditer(text)] if self._control and not keep else []
         before = len(sample.prompt)
         silent = [(0, before), *((before + start, before + end) for start, end in sample.silent)]
-        spans = complement([] if self.options.loss_type == "all" else silent, len(text))
+        spans = complement([] if self._settings.loss_type == "all" else silent, len(text))
         body = self.encoder.encode(text, spans, typed)
         if (eos := self.tokenizer.eos_token_id) is None:
             raise DataError(
@@ -347,7 +353,7 @@ class SampleTokenizer:
         is_whole: bool = False,
     ) -> TokenizedSample:
         """Apply the length policy; `counts` are what was noticed before."""
-        length, limit, policy = len(text.token_ids), self.options.max_tokens, self.options.too_long
+        length, limit, policy = len(text.token_ids), self._settings.max_tokens, self._settings.too_long
         if text.pictures and policy != "error":
             policy = "drop"  # a picture is not cut
         if policy == "auto":
@@ -374,11 +380,6 @@ class SampleTokenizer:
         lost = _without(size, pieces) if fate in LOSING else NOTHING
         seen = Counter(counts) + Counter(windows_without_labels=len(windows) - len(pieces))
         return TokenizedSample(pieces, Outcome(fate, length, size, lost, seen), (1,) * len(pieces))
-
-
-def _is_learnt(text: MaskedText) -> bool:
-    """Whether a control token that is part of the data carries loss."""
-    return any(start <= first < end for first, _ in text.typed for start, end in text.spans)
 
 
 def _without(size: Size, pieces: Sequence[TokenizedText]) -> Size:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 # Tags that templates and models use inside a turn: structure, even if a tokenizer calls them special.
 _MARKUP = re.compile(r"</?(think|tool_call|tool_calls|tool_response|tools)>")
-_LOOKS_LIKE_MARKUP = r"</?[|｜A-Za-z_][^<>\s]{0,60}>|\[/?[A-Z][A-Z_]*\]"
 # the files that tokenizers are read from
 _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 
@@ -166,22 +165,21 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return digest.hexdigest()
 
 
-def markup_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
-    """Return a pattern of what must stay whole in a rendered text: every added token, and tags that look like one.
+def added_texts(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
+    """Return the texts of the added tokens, and whether each is special."""
+    return {token.content: token.special for token in tokenizer.added_tokens_decoder.values() if token.content}
 
-    A template may come with tags that this tokenizer does not know, such as <|user|> or [/INST].
-    """
-    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.content}
-    known = "|".join(re.escape(text) for text in sorted(added, key=len, reverse=True))
-    return re.compile("|".join(filter(None, (known, _LOOKS_LIKE_MARKUP))))
+
+def any_of(texts: Iterable[str]) -> str:
+    """Return a pattern of these texts, the longest match first."""
+    return "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))
 
 
 def control_pattern(tokenizer: PreTrainedTokenizerBase, *, markup: bool = False) -> re.Pattern[str] | None:
     """Return a pattern of the special tokens, which must stay text if a user types them; None if there are none.
 
-    The longest match first. Markup such as <think> is only included with `markup`.
+    Markup such as <think> is only included with `markup`.
     """
-    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special and token.content}
-    tokens = [text for text in special if markup or not _MARKUP.fullmatch(text)]
-    pattern = "|".join(re.escape(text) for text in sorted(tokens, key=len, reverse=True))
+    special = [text for text, is_special in added_texts(tokenizer).items() if is_special]
+    pattern = any_of(text for text in special if markup or not _MARKUP.fullmatch(text))
     return re.compile(pattern) if pattern else None

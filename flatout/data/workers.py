@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -164,7 +163,7 @@ def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
             continue
         result.outcome.noticed.update(outcomes[index].noticed)
         outcomes[index] = result.outcome
-        if tokenizer.options.dedupe != "off" and result.pieces:
+        if tokenizer.options.settings.dedupe != "off" and result.pieces:
             keys[index] = row_key(sample, result.pieces)
     pieces = [piece for result in done.values() for piece in result.pieces]
     return TokenizedChunk(
@@ -175,14 +174,14 @@ def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
         np.array([len(piece.token_ids) for piece in pieces], np.int64),
         np.repeat(np.array([*done], np.int64), [len(result.pieces) for result in done.values()]),
         np.array([size for result in done.values() for size in result.unit_sizes], np.int64),
-        {name: _values(name, done.values()) for name in chunk.parser.columns},
+        {
+            name: np.array([value for result in done.values() for value in result.columns[name]], column.stored)
+            for name, column in JUDGEMENTS.items()
+            if name in chunk.parser.columns
+        },
         [piece.pictures for piece in pieces] if any(piece.pictures for piece in pieces) else (),
-        *((keys, outcomes) if tokenizer.options.dedupe != "off" else ()),
+        *((keys, outcomes) if tokenizer.options.settings.dedupe != "off" else ()),
     )
-
-
-def _values(name: str, rows: Iterable[TokenizedSample]) -> NDArray[Any]:
-    return np.array([value for row in rows for value in row.columns[name]], JUDGEMENTS[name].stored)
 
 
 def serve() -> None:
@@ -273,21 +272,17 @@ class _Worker:
 def _in_processes(
     chunks: Iterator[Chunk], options: TokenizeOptions, num_procs: int
 ) -> Iterator[tuple[Chunk, TokenizedChunk]]:
-    # a new process: forking this one with its threads (torch, tokenizers, the console's) can deadlock
+    # a new process: forking this one with its threads (torch, tokenizers, the console's) can deadlock; it is in a group
+    # of its own, as Ctrl-C is for the parent
     pipes = [Pipe() for _ in range(num_procs)]
     fds = [theirs.fileno() for _, theirs in pipes]
     command = [sys.executable, "-P", "-c", _SERVING, json.dumps(sys.path), *map(str, fds)]
     pool, workers = ThreadPoolExecutor(num_procs * _CHUNKS_AHEAD), cycle([_Worker(ours) for ours, _ in pipes])
     waiting: deque[tuple[Chunk, Future[TokenizedChunk]]] = deque()
 
-    def start() -> subprocess.Popen[bytes]:
-        # Ctrl-C is for the parent: processes that start here inherit this, and in a thread it does not break the start
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
-
     first = None
     try:
-        first = pool.submit(start).result()
+        first = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, process_group=0)
         for _, theirs in pipes:
             theirs.close()
         with suppress(OSError):  # it died; its first chunk says so

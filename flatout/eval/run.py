@@ -19,7 +19,7 @@ from flatout.config.folders import is_run_folder
 from flatout.config.read import load_config
 from flatout.config.schema import DataConfig
 from flatout.data.build import open_or_build
-from flatout.data.classes import in_order_of
+from flatout.data.preference_columns import in_order_of
 from flatout.data.prompt_file import Prompt
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError, UsageError

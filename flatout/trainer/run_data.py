@@ -14,8 +14,7 @@ from flatout.config.objective import REFERENCE, UNDESIRABLE, ObjectiveConfig, Re
 from flatout.config.optim import lr_of
 from flatout.config.schema import Config, DataConfig
 from flatout.data.build import open_or_build
-from flatout.data.classes import alike_labels, in_order_of
-from flatout.data.preference_columns import with_undesirable
+from flatout.data.preference_columns import alike_labels, in_order_of, with_undesirable
 from flatout.data.reference_column import with_reference
 from flatout.data.row_keys import prompt_keys
 from flatout.data.rows.formats.answers import CLASS

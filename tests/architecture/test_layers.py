@@ -244,7 +244,6 @@ WAITS = {
     "checkpoint/write_async.py: self._thread.join": "this process's disk; over ranks faults.long_phase_s",
     "checkpoint/write_async.py: self.wait": "the same",
     "data/workers.py: first.wait": "a process that ends when its pipe is closed",
-    "data/workers.py: pool.submit(start).result": "the system, which starts a process",
     "data/workers.py: waiting[0][1].result": "workers, each row of which has a time limit",
     "export/write.py: subprocess.run": "a program of llama.cpp, which shows what it does",
     "launch/supervise.py: process.wait": "a process that was killed",

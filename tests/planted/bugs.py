@@ -97,7 +97,7 @@ BUGS = (
         f"{COLUMNS}::test_each_label_has_the_columns_of_its_token_sample_and_unit"),
     Bug("a filler counts as a unit", "BatchLoader._gather", "micro_batch.is_filler", "False",
         f"{COLUMNS}::test_a_filler_has_no_sample_and_no_unit"),
-    Bug("a column is replaced in its own file", "write_column", 'f"{name}-{mark[:16]}.npy"', 'f"{name}.npy"',
+    Bug("a column is replaced in its own file", "add_column", 'f"{name}-{mark[:16]}.npy"', 'f"{name}.npy"',
         "tests/unit/data/test_columns.py::test_a_column_is_whole_or_not_there_whenever_a_write_ends"),
     Bug("chosen and rejected exchanged", "parse_preference", "(row.named(CHOSEN), row.named(REJECTED))",
         "(row.named(REJECTED), row.named(CHOSEN))",

@@ -10,10 +10,9 @@ from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from flatout.data.conversation import Conversation, Message, Origin
-from flatout.data.loss_mask.by_parts import PartRuns, require_stop, span_by_parts, without_foreign
 from flatout.data.loss_mask.parts import Part, PartFinder, PartSpans, marked_spans, with_visible_marks
 from flatout.data.loss_mask.probes import (
     ANSWER,
@@ -24,13 +23,13 @@ from flatout.data.loss_mask.probes import (
     describe,
     empty_reasoning,
     find_stops,
+    learnt_end,
     reasoning_forms,
     without_asking,
 )
-from flatout.data.loss_mask.turns import PROBES, Rendering, Span, TurnFinder, UnprovenMaskError
+from flatout.data.loss_mask.turns import PROBES, PartRuns, Rendering, Span, TurnFinder, UnprovenMaskError
 from flatout.data.templates.description import TemplateDescription
-from flatout.data.templates.forms import RawMessage
-from flatout.data.templates.template import RENDER_ERRORS, TOOLS, ChatTemplate
+from flatout.data.templates.template import RENDER_ERRORS, TOOLS, ChatTemplate, RawMessage
 from flatout.errors import DataError, Fix
 
 _MAX_EDGES = 4096
@@ -50,6 +49,15 @@ class MaskedText:
     typed: tuple[Span, ...]
     lost_reasoning: tuple[int, ...]
     num_unlike_prompt: int = 0
+
+
+class _Row(NamedTuple):
+    """A conversation while its loss is found."""
+
+    rendering: Rendering
+    messages: Sequence[Message]
+    layout: PartSpans | None
+    runs: PartRuns
 
 
 class Masker:
@@ -103,9 +111,7 @@ class Masker:
 
     def end_of_turn(self) -> str:
         """Return what carries loss behind the text of an answer ("<|im_end|>"); empty if nothing does."""
-        text, spans = self._probe((Message("user", "a"), Message("assistant", PROBES[0])), ())
-        ends = [text[start:end] for start, end in spans]
-        return "".join(ends).rpartition(PROBES[0])[2].strip().partition("\n")[0]
+        return learnt_end(self._probe, [ASK, ANSWER], PROBES[0]).partition("\n")[0]
 
     def rewrites_earlier(self, tools: bool) -> bool:
         """Whether an answer before the last question, in rows with or without tools, stands behind other text than
@@ -139,26 +145,26 @@ class Masker:
         messages, raw = conversation.messages, self.template.raw_messages(conversation.messages)
         text = self._render(conversation.origin, raw, conversation.tools)
         rendering = Rendering(self.template, raw, conversation.tools, text)
+        is_found = self._marked_source is None and self.loss_type == "response_only"
         try:
             layout = self._parts.find(rendering)
             lost = self._parts.lost(rendering) if layout is None else layout.lost
             lost_reasoning = _check_lost(self.template, conversation, lost)
-            runs = PartRuns(layout.spans if layout else (), len(text))
-            spans = self._spans(rendering, layout, runs, messages, since)
-            typed = self._typed(rendering, layout)
+            row = _Row(rendering, messages, layout, PartRuns(layout.spans if layout else (), text, self.stops.texts))
+            spans = self._spans(row, since)
+            typed = self._typed(row)
             if self.stops.widens and spans:
                 text, spans = self._with_stops(text, spans, messages, typed)
-            if layout is not None and self._marked_source is None and self.loss_type == "response_only":
-                _check_learnt(messages[since:], [(k - since, a, b) for k, a, b in layout.spans if k >= since], spans)
-            self._check_opened(text, messages, runs, {*range(since), *lost_reasoning})
+            if layout is not None and is_found:
+                _check_learnt(messages, [part for part in layout.spans if part[0] >= since], spans)
+            self._check_opened(row, text, {*range(since), *lost_reasoning})
             if any(message.silent for message in messages):
-                spans = self._without_silent(rendering, runs, messages, spans, len(text))
+                spans = self._without_silent(row, spans, len(text))
             if self._empty_reasoning is not None:
                 matches = ((start, end, self._empty_reasoning.match(text, start, end)) for start, end in spans)
                 spans = tuple((empty.end() if empty else start, end) for start, end, empty in matches)
             if self.stops.texts and self.loss_type == "response_only":
-                whole = spans if self._marked_source is None else _joined(spans)
-                self._check_ended(text, messages, layout.spans if layout else (), runs, whole)
+                self._check_ended(row, text, spans if self._marked_source is None else _joined(spans))
         except UnprovenMaskError as error:
             said = f"{conversation.origin}: chat template {self.template.name!r}: {error}"
             raise DataError(said, error.fixes) from error
@@ -167,14 +173,15 @@ class Masker:
             raise DataError(f"{conversation.origin}: turns overlap in the rendered text; use a different template")
         answers = (k for k, m in enumerate(messages) if k >= since and m.role == "assistant" and m.train is not False)
         kinds = _kinds_before(raw)
-        num_unlike = sum(self._is_unlike(rendering, runs, k, kinds) for k in answers)
+        num_unlike = sum(self._is_unlike(row, k, kinds) for k in answers)
         return MaskedText(text, spans, typed, lost_reasoning, num_unlike)
 
-    def _typed(self, rendering: Rendering, layout: PartSpans | None) -> tuple[Span, ...]:
+    def _typed(self, row: _Row) -> tuple[Span, ...]:
         """Return the control tokens that are part of the data: all those inside a part.
 
         Raises UnprovenMaskError if there are some, and the places of the parts are not known.
         """
+        rendering, layout = row.rendering, row.layout
         if self._control is None or not self._control.search(rendering.text):
             return ()
         data = "" if layout else json.dumps([rendering.messages, rendering.tools], ensure_ascii=False)
@@ -198,26 +205,24 @@ class Masker:
                 f"rejects it: {error}; fix the row, or set data.template"
             ) from error
 
-    def _spans(
-        self, rendering: Rendering, layout: PartSpans | None, runs: PartRuns, messages: Sequence[Message], since: int
-    ) -> tuple[Span, ...]:
+    def _spans(self, row: _Row, since: int) -> tuple[Span, ...]:
         """Return the ranges with loss. Turns are located only if generation marks do not already give the ranges."""
+        messages = row.messages
         if since and (self.loss_type == "all" or self._marked_source is not None):
-            begin = self._turn_spans(rendering, runs, [since])[0][0]
-            spans = self._spans(rendering, layout, runs, messages, 0)
-            return tuple((max(start, begin), end) for start, end in spans if end > begin)
+            begin = self._turn_spans(row, [since])[0][0]
+            return tuple((max(start, begin), end) for start, end in self._spans(row, 0) if end > begin)
         if self.loss_type == "all":
             silent = [k for k, message in enumerate(messages) if message.train is False]
-            return complement(self._turn_spans(rendering, runs, silent), len(rendering.text))
+            return complement(self._turn_spans(row, silent), len(row.rendering.text))
         answers = [k for k, message in enumerate(messages) if message.role == "assistant"]
         wanted = [k for k, m in enumerate(messages) if (m.role == "assistant" if m.train is None else m.train)]
         wanted = [k for k in wanted if k >= since]
         if self._marked_source is None:
-            return tuple(self._turn_spans(rendering, runs, wanted))
+            return tuple(self._turn_spans(row, wanted))
         for turn in wanted:
-            if turn in runs:
-                require_stop(rendering.text, runs, turn, self.stops.texts)
-        marked = layout.marked if layout else marked_spans(self.template, self._marked_source, rendering)
+            if turn in row.runs:
+                row.runs.require_stop(turn)
+        marked = row.layout.marked if row.layout else marked_spans(self.template, self._marked_source, row.rendering)
         if wanted == answers:
             return marked
         if len(marked) != len(answers):
@@ -225,7 +230,7 @@ class Masker:
                 f"found {len(marked)} marked ranges for {len(answers)} assistant turns, so train: cannot be applied"
             )
         by_turn = dict(zip(answers, marked, strict=True))
-        turn_spans = ([by_turn[k]] if k in by_turn else self._turn_spans(rendering, runs, [k]) for k in wanted)
+        turn_spans = ([by_turn[k]] if k in by_turn else self._turn_spans(row, [k]) for k in wanted)
         return tuple(chain.from_iterable(turn_spans))
 
     def _with_stops(
@@ -248,14 +253,14 @@ class Masker:
             widened.append((start, behind + len(stop_text) if takes else end))
         return text, tuple(widened)
 
-    def _check_opened(self, text: str, messages: Sequence[Message], runs: PartRuns, unasked: Container[int]) -> None:
+    def _check_opened(self, row: _Row, text: str, unasked: Container[int]) -> None:
         """Raise UnprovenMaskError if reasoning with loss stands behind a block for reasoning that is closed."""
-        for turn, message in enumerate(messages):
+        for turn, message in enumerate(row.messages):
             inline, closed, _ = message.content.partition("</think>")
             thinks = (message.reasoning or (closed and inline.replace("<think>", ""))).strip()
             if not thinks or message.role != "assistant" or message.train is False or turn in unasked:
                 continue
-            before, own_start = runs.around(turn)[:2] if turn in runs else (0, 0)
+            before, own_start = row.runs.around(turn)[:2] if turn in row.runs else (0, 0)
             if shut := self._closed.search(text, before, own_start):
                 into = "put it into reasoning_content, or " if closed else ""
                 remedy, fixes = self.template.remedy("reasoning")
@@ -265,15 +270,9 @@ class Masker:
                     *fixes,
                 )
 
-    def _check_ended(
-        self,
-        text: str,
-        messages: Sequence[Message],
-        parts: Sequence[tuple[int, int, int]],
-        runs: PartRuns,
-        spans: Sequence[Span],
-    ) -> None:
+    def _check_ended(self, row: _Row, text: str, spans: Sequence[Span]) -> None:
         """Raise UnprovenMaskError if an answer would be learnt without what stops it, or has it inside, too."""
+        messages, runs, parts = row.messages, row.runs, row.layout.spans if row.layout else ()
         ends, stops, starts = [end for _, end in spans], self.stops.texts, {start for _, start, _ in parts}
         own = {turn: runs.around(turn)[2:] for turn, m in enumerate(messages) if m.role == "assistant" and turn in runs}
         answers = []
@@ -302,7 +301,7 @@ class Masker:
     def _check_behind(self, behind: str, where: str, goes_on: bool) -> None:
         """Raise UnprovenMaskError unless a stop, and no text of another turn, is learnt behind an answer."""
         stop = next((stop for stop in self.stops.texts if stop in behind), None)
-        if stop and re.search(r"\w", self._turns.without_tags(behind.partition(stop)[2])):
+        if stop and re.search(r"\w", self.template.markup.sub("", behind.partition(stop)[2])):
             raise UnprovenMaskError(
                 f"{where}: {behind!r} follows it, and is not of it; use another template (data.template)"
             )
@@ -319,24 +318,17 @@ class Masker:
             Fix({"data.lost_reasoning": "split"}, "makes each question a sample of its own"),
         )
 
-    def _without_silent(
-        self,
-        rendering: Rendering,
-        runs: PartRuns,
-        messages: Sequence[Message],
-        spans: Sequence[Span],
-        length: int,
-    ) -> tuple[Span, ...]:
+    def _without_silent(self, row: _Row, spans: Sequence[Span], length: int) -> tuple[Span, ...]:
         """Return the ranges with loss without the silent ranges of messages, which must be in the text unchanged."""
-        silent = list[Span]()
-        for turn, message in enumerate(messages):
+        silent, text = list[Span](), row.rendering.text
+        for turn, message in enumerate(row.messages):
             if not message.silent:
                 continue
-            own = self._turn_spans(rendering, runs, [turn])
+            own = self._turn_spans(row, [turn])
             start, end = own[0][0], own[-1][1]
             inner = message.content.strip()
-            at = rendering.text.find(inner, start, end)
-            if at < 0 or rendering.text.find(inner, at + 1, end) >= 0:
+            at = text.find(inner, start, end)
+            if at < 0 or text.find(inner, at + 1, end) >= 0:
                 raise UnprovenMaskError(
                     f"the text of messages[{turn}] is not once in its turn, so its ranges are unknown"
                 )
@@ -346,31 +338,31 @@ class Masker:
         both = ((max(a, c), min(b, d)) for a, b in spans for c, d in carrying)
         return tuple((start, end) for start, end in both if start < end)
 
-    def _turn_spans(self, rendering: Rendering, runs: PartRuns, turns: Sequence[int]) -> list[Span]:
-        text = rendering.text
-        spans = list[Span]()
+    def _turn_spans(self, row: _Row, turns: Sequence[int]) -> list[Span]:
+        rendering, runs, text, spans = row.rendering, row.runs, row.rendering.text, list[Span]()
         for turn in turns:
             if turn not in runs:  # no part of it is in the layout
                 spans.append(self._turns.span(rendering, turn))
                 continue
-            require_stop(text, runs, turn, self.stops.texts)
+            runs.require_stop(turn)
             before, start, end, after = runs.around(turn)
             key = (rendering.messages[turn]["role"], text[before:start], text[end:after])
             if (edges := self._edges.get(key)) is None:
-                proved = self._proved(rendering, turn, runs)
+                proved = self._turns.proved(rendering, turn, runs)
                 edges = (start - proved[0], proved[1] - end)
                 if before <= proved[0] <= start and end <= proved[1] <= after:
                     if len(self._edges) >= _MAX_EDGES:
                         self._edges.clear()
                     self._edges[key] = edges
-            spans += without_foreign(text, (start - edges[0], end + edges[1]), runs, turn, self.stops.texts)
+            spans += runs.without_foreign((start - edges[0], end + edges[1]), turn)
         return spans
 
-    def _is_unlike(self, rendering: Rendering, runs: PartRuns, turn: int, kinds: Sequence[Hashable]) -> bool:
+    def _is_unlike(self, row: _Row, turn: int, kinds: Sequence[Hashable]) -> bool:
         """Return whether an answer follows other text than inference shows; told once for the text before a turn.
 
         What precedes its question counts by its `kinds` alone.
         """
+        rendering, runs = row.rendering, row.runs
         text, messages = rendering.text, rendering.messages
         if turn not in runs:
             shown = rendering.attempt(messages[:turn], prompt=True)
@@ -388,17 +380,6 @@ class Masker:
                 self._unlike.clear()
             self._unlike[key] = unlike
         return unlike
-
-    def _proved(self, rendering: Rendering, turn: int, runs: PartRuns) -> Span:
-        try:
-            start, end = self._turns.span(rendering, turn)
-        except UnprovenMaskError:
-            if (span := span_by_parts(self._turns, rendering, turn, runs, self.stops.texts)) is None:
-                raise
-            start, end = span
-        if rendering.messages[turn]["role"] == "assistant":
-            start = self._turns.behind_header(rendering, turn, start, runs.around(turn)[1])
-        return start, end
 
 
 def _kinds_before(messages: Sequence[RawMessage]) -> list[frozenset[Hashable]]:

@@ -19,8 +19,7 @@ from typing import Any, Literal
 
 from flatout.data.conversation import PICTURE
 from flatout.data.loss_mask.turns import PROBES, Rendering, Span, UnprovenMaskError
-from flatout.data.templates.forms import RawMessage
-from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate
+from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate, RawMessage
 from flatout.errors import DataError
 
 Kind = Literal["text", "reasoning", "tool call", "tools", "other", "cut"]

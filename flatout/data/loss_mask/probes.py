@@ -18,8 +18,7 @@ from flatout.data.templates.description import (
     Treatment,
     brief,
 )
-from flatout.data.templates.template import REASONING_SWITCHES, RENDER_ERRORS, THOUGHT, TOOL_NAME, TOOLS, ChatTemplate
-from flatout.data.tokenizer import markup_pattern
+from flatout.data.templates.template import REASONING_SWITCHES, THOUGHT, TOOL_NAME, TOOLS, ChatTemplate
 from flatout.errors import DataError, as_text
 
 Mask = Callable[[Sequence[Message], Sequence[Mapping[str, Any]]], tuple[str, Sequence[Span]]]
@@ -55,19 +54,18 @@ def find_stops(template: ChatTemplate, mask: Mask, end_of_turn: str | None) -> S
 
     Raises DataError if the template has an end of its own, and `end_of_turn` is not exactly the stop in it.
     """
-    markup = markup_pattern(template.tokenizer)
-    last = _end(mask, [ASK, ANSWER], PROBES[0])
-    earlier = _end(mask, [ASK, ANSWER, NEXT], PROBES[0])
+    markup, tokens = template.markup, template.tokens
+    last = learnt_end(mask, [ASK, ANSWER], PROBES[0])
+    earlier = learnt_end(mask, [ASK, ANSWER, NEXT], PROBES[0])
     own = last or earlier or _marker(template, [ASK, ANSWER], PROBES[0])
     marker = _marker(template, [ASK, ANSWER, NEXT], PROBES[0])
     # an end that only the last answer lacks: the next turn's marker would open the first, and end no question
-    opened, _, asked = (_render(template, [ASK]) or "").partition(QUESTION)
+    opened, _, asked = template.attempt([ASK]).partition(QUESTION)
     if not own and (marker not in opened or marker in asked):
         own = marker
     if end_of_turn not in (None, "none") and not own:
         return Stops(end_of_turn, end_of_turn, True, "setting")
-    between = "".join((_render(template, [ASK, CALLS], TOOLS) or "").split(PROBES[1])[1:-1])
-    tokens = {token.content: token.special for token in template.tokenizer.added_tokens_decoder.values()}
+    between = "".join(template.attempt([ASK, CALLS], TOOLS).split(PROBES[1])[1:-1])
     if own:
         # the last token of an end of several: the first may stand behind reasoning, too; some end only the whole text
         ends = [match[0] for match in markup.finditer(own)]
@@ -80,7 +78,7 @@ def find_stops(template: ChatTemplate, mask: Mask, end_of_turn: str | None) -> S
                 "; remove the setting, or choose another template"
             )
         # a template may write calls, and leave out the tools
-        call = _end(mask, [ASK, CALL], PROBES[1], TOOLS) or _end(mask, [ASK, CALL], PROBES[1])
+        call = learnt_end(mask, [ASK, CALL], PROBES[1], TOOLS) or learnt_end(mask, [ASK, CALL], PROBES[1])
         # a call is closed by tags of its own, and stopped by the last of them, unless that stands between two calls, or
         # is no token
         tags = [tag[0] for tag in markup.finditer(call) if tag[0] in (*tokens, after_text) or tag[0][1] != "/"][-1:]
@@ -92,7 +90,7 @@ def find_stops(template: ChatTemplate, mask: Mask, end_of_turn: str | None) -> S
         return Stops(after_text, after_call, not last or is_cut, "template")
     if end_of_turn == "none" or not marker:
         return Stops()
-    closed = (_render(template, [ASK, CALL], TOOLS) or "").partition(PROBES[1])[2].rstrip()
+    closed = template.attempt([ASK, CALL], TOOLS).partition(PROBES[1])[2].rstrip()
     after_call = _marker(template, [ASK, CALL, RESULT, ANSWER], PROBES[1] + closed)
     # where the result follows inside of the turn, a token of its own closes the call
     closing = [tag for tag, special in tokens.items() if special and closed.endswith(tag) and tag not in between]
@@ -101,15 +99,14 @@ def find_stops(template: ChatTemplate, mask: Mask, end_of_turn: str | None) -> S
 
 def without_asking(template: ChatTemplate) -> ChatTemplate:
     """Return a template whose texts end with their last message, though it asks for an answer behind each text."""
-    asked, shown = _render(template, [ASK]) or "", _render(template, [ASK], prompt=True) or ""
-    last = (_render(template, [ASK, ANSWER]) or "").partition(PROBES[0])[2]
-    earlier = (_render(template, [ASK, ANSWER, NEXT]) or "").partition(PROBES[0])[2]
-    markup = markup_pattern(template.tokenizer)
+    asked, shown = template.attempt([ASK]), template.attempt([ASK], prompt=True)
+    last = template.attempt([ASK, ANSWER]).partition(PROBES[0])[2]
+    earlier = template.attempt([ASK, ANSWER, NEXT]).partition(PROBES[0])[2]
     end = shared_length(last, earlier)
-    end = next((m.start() for m in markup.finditer(last) if m.start() < end < m.end()), end)
+    end = next((m.start() for m in template.markup.finditer(last) if m.start() < end < m.end()), end)
     # both may go on with what opens every turn: the first of a text begins with that
-    opening = {tag[0] for tag in _run(markup, asked)} - {template.tokenizer.eos_token}
-    while (tags := list(markup.finditer(last, 0, end))) and tags[-1].end() == end and tags[-1][0] in opening:
+    opening = {tag[0] for tag in _run(template.markup, asked)} - {template.tokenizer.eos_token}
+    while (tags := list(template.markup.finditer(last, 0, end))) and tags[-1].end() == end and tags[-1][0] in opening:
         end = tags[-1].start()
     asks = last[end:]
     is_added = earlier and asks.strip() and asked.endswith(asks) and shown.startswith(asked)
@@ -124,7 +121,7 @@ def _run(markup: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
         end = match.end()
 
 
-def _end(mask: Mask, turns: Sequence[Message], probe: str, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+def learnt_end(mask: Mask, turns: Sequence[Message], probe: str, tools: Sequence[Mapping[str, Any]] = ()) -> str:
     """Return what carries loss behind the probe of an answer, without white space around it."""
     try:
         text, spans = mask(turns, tools)
@@ -139,38 +136,23 @@ def _end(mask: Mask, turns: Sequence[Message], probe: str, tools: Sequence[Mappi
 
 def _marker(template: ChatTemplate, turns: Sequence[Message], behind: str) -> str:
     """Return the token that stands behind a text, if the tokenizer has it: a text of several tokens stops nothing."""
-    text = _render(template, turns, TOOLS if CALL in turns else ()) or ""
-    known = {token.content for token in template.tokenizer.added_tokens_decoder.values()}
-    match = markup_pattern(template.tokenizer).match(text.rpartition(behind)[2].lstrip()) if behind in text else None
-    return match[0] if match and match[0] in known else ""
+    text = template.attempt(turns, TOOLS if CALL in turns else ())
+    match = template.markup.match(text.rpartition(behind)[2].lstrip()) if behind in text else None
+    return match[0] if match and match[0] in template.tokens else ""
 
 
 def unknown_marker(template: ChatTemplate) -> str:
     """Return what looks like the marker of the next turn, though the tokenizer has no such token; empty if nothing."""
-    text = (_render(template, [ASK, ANSWER, NEXT]) or "").partition(PROBES[0])[2].lstrip()
-    match = markup_pattern(template.tokenizer).match(text)
+    text = template.attempt([ASK, ANSWER, NEXT]).partition(PROBES[0])[2].lstrip()
+    match = template.markup.match(text)
     return match[0] if match else ""
-
-
-def _render(
-    template: ChatTemplate,
-    turns: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] = (),
-    *,
-    prompt: bool = False,
-) -> str | None:
-    try:
-        return template.render(template.raw_messages(turns), tools, generation_prompt=prompt)
-    except RENDER_ERRORS:
-        return None
 
 
 def reasoning_tags(template: ChatTemplate) -> tuple[str, str]:
     """Return the tags that a template writes around reasoning; <think> and </think> if it writes none."""
-    opened, _, closed = (_render(template, [ASK, replace(ANSWER, reasoning=THOUGHT)]) or "").partition(THOUGHT)
-    markup = markup_pattern(template.tokenizer)
-    starts = [match.start() for match in markup.finditer(opened)]
-    end = markup.search(closed.partition(PROBES[0])[0])
+    opened, _, closed = template.attempt([ASK, replace(ANSWER, reasoning=THOUGHT)]).partition(THOUGHT)
+    starts = [match.start() for match in template.markup.finditer(opened)]
+    end = template.markup.search(closed.partition(PROBES[0])[0])
     return ("<think>", "</think>") if not starts or end is None else (opened[starts[-1] :].strip(), end[0])
 
 
@@ -184,23 +166,23 @@ def reasoning_forms(template: ChatTemplate) -> Iterator[str]:
     """Yield what a template makes of an answer with reasoning in a field, and in <think> tags, if it shows it."""
     inline = f"<think>\n{THOUGHT}\n</think>\n\n{PROBES[0]}"
     for answer in (replace(ANSWER, reasoning=THOUGHT), replace(ANSWER, content=inline)):
-        if THOUGHT in (text := _render(template, [ASK, answer]) or ""):
+        if THOUGHT in (text := template.attempt([ASK, answer])):
             yield text
 
 
 def closed_reasoning(template: ChatTemplate) -> re.Pattern[str]:
     """Return a pattern of what closes reasoning, and nothing else."""
     tag = reasoning_tags(template)[1]
-    own = () if tag in (_render(template, [ASK]) or "") else (tag,)
+    own = () if tag in template.attempt([ASK]) else (tag,)
     return re.compile("|".join(["</[^<>/]*think[^<>]*>", *map(re.escape, own)]))
 
 
 def describe(template: ChatTemplate, stops: Stops, prompt: str) -> TemplateDescription:
     """Return the description of a template whose stops and generation prompt are known."""
-    stem = (_render(template, [ASK], prompt=True) or "").removesuffix(prompt)
-    opens, _, ends = (_render(template, [ASK, ANSWER]) or "").partition(PROBES[0])
-    thought = _render(template, [ASK, replace(ANSWER, reasoning=THOUGHT)])
-    opened, _, closed = (thought or "").partition(THOUGHT)
+    stem = template.attempt([ASK], prompt=True).removesuffix(prompt)
+    opens, _, ends = template.attempt([ASK, ANSWER]).partition(PROBES[0])
+    thought = template.attempt([ASK, replace(ANSWER, reasoning=THOUGHT)])
+    opened, _, closed = thought.partition(THOUGHT)
     shared = shared_length(opens, stem + prompt.partition(reasoning_tags(template)[0])[0])
     empty = re.compile(f"{empty_reasoning(template).pattern}$").search(opens, shared)
     earlier = [ASK, replace(ANSWER, reasoning=THOUGHT), NEXT, ANSWER]
@@ -219,18 +201,18 @@ def describe(template: ChatTemplate, stops: Stops, prompt: str) -> TemplateDescr
         reasoning=(opened.removeprefix(stem), closed.partition(PROBES[0])[0]) if closed else ("", ""),
         empty_reasoning=empty[0] if empty else "",
         last_reasoning=_treatment(thought, THOUGHT),
-        earlier_reasoning=_treatment(_render(template, earlier), THOUGHT),
-        system=_treatment(_render(template, [Message("system", THOUGHT), ASK, ANSWER]), THOUGHT),
-        tools=_treatment(_render(template, [ASK, ANSWER], TOOLS), TOOL_NAME),
-        calls=_treatment(_render(template, [ASK, CALL], TOOLS), PROBES[1]),
-        results=_treatment(_render(template, answered, TOOLS), THOUGHT),
+        earlier_reasoning=_treatment(template.attempt(earlier), THOUGHT),
+        system=_treatment(template.attempt([Message("system", THOUGHT), ASK, ANSWER]), THOUGHT),
+        tools=_treatment(template.attempt([ASK, ANSWER], TOOLS), TOOL_NAME),
+        calls=_treatment(template.attempt([ASK, CALL], TOOLS), PROBES[1]),
+        results=_treatment(template.attempt(answered, TOOLS), THOUGHT),
         mismatches=tuple(by_text.values()),
         problems=tuple(_problems(template, stops, by_text.values(), {mismatch.answer for mismatch in mismatches})),
     )
 
 
-def _treatment(text: str | None, probe: str) -> Treatment:
-    return "refused" if text is None else "written" if probe in text else "dropped"
+def _treatment(text: str, probe: str) -> Treatment:
+    return "refused" if not text else "written" if probe in text else "dropped"
 
 
 def find_mismatches(template: ChatTemplate) -> Iterator[Mismatch]:
@@ -248,21 +230,18 @@ def find_mismatches(template: ChatTemplate) -> Iterator[Mismatch]:
     for kind, (turns, turn, tools) in kinds.items():
         if differs and kind in list(kinds)[-2:]:
             continue
-        text, shown = _render(template, turns, tools), _render(template, turns[:turn], tools, prompt=True)
-        if text is None or shown is None or text.startswith(shown) or PROBES[0] not in text:
+        text, shown = template.attempt(turns, tools), template.attempt(turns[:turn], tools, prompt=True)
+        if text.startswith(shown) or PROBES[0] not in text:  # also of what the template refuses
             continue
         probe = THOUGHT if turns[turn].reasoning and THOUGHT in text else PROBES[0]
         first = text.rfind(probe) if turn == 3 else text.find(probe)
-        plain = _render(template, turns[:turn], tools) or ""
-        base = len(plain) if text.startswith(plain) and shown.startswith(plain) else _last_line(text, shown)
+        plain = template.attempt(turns[:turn], tools)
+        base = len(plain)
+        if not (text.startswith(plain) and shown.startswith(plain)):  # the last line that both share, or a part of it
+            shared = shared_length(text, shown)
+            base = max(text.rfind("\n", 0, shared) + 1, shared - _SHARED_CHARS)
         yield Mismatch(kind, text[base:first], shown[base:])
         differs |= kind == "the last answer"
-
-
-def _last_line(one: str, two: str) -> int:
-    """Return where the last line begins that two texts share as a whole, or a place near the end of a long one."""
-    shared = shared_length(one, two)
-    return max(one.rfind("\n", 0, shared) + 1, shared - _SHARED_CHARS)
 
 
 def _problems(

@@ -8,19 +8,22 @@ G is the generation prompt (what a template adds to ask for an answer), `full` t
    the header (an opened <think>): the turn's text is replaced by two probes with different first and last letters.
    What the two renderings share before and after the probe is exactly what does not come from the turn.
    `full` must begin and end with it.
-The data's own text is never searched.
+3. Parts, for templates that write a tool's result inside the model's turn (Gemma 4), or an answer's header behind the
+   question (DeepSeek-V3.2): the turn begins where it departs from what inference shows before it, and ends with the
+   template's stop behind its last part.
+The first two never search the data's own text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
+from operator import itemgetter
 from typing import Any
 
 from flatout.data.conversation import PICTURE
-from flatout.data.templates.forms import RawMessage
-from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate
-from flatout.data.tokenizer import markup_pattern
+from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate, RawMessage
 from flatout.errors import DataError, SettingError
 
 Span = tuple[int, int]
@@ -50,6 +53,81 @@ class Rendering:
             return None
 
 
+class PartRuns:
+    """The parts of one row, (turn, start, end) ascending, as runs of the same turn; -1 is no turn's."""
+
+    def __init__(self, parts: Sequence[tuple[int, int, int]], text: str, stops: Sequence[str]) -> None:
+        """`parts` are in the rendered `text`, and `stops` end an answer."""
+        runs = [(turn, list(run)) for turn, run in groupby(parts, key=itemgetter(0))]
+        self._text, self._stops = text, stops
+        self._turns = [turn for turn, _ in runs]
+        self._firsts = [run[0][1] for _, run in runs] + [len(text)]
+        self._lasts = [0] + [run[-1][2] for _, run in runs]
+        self._of: dict[int, list[int]] = {}
+        for index, turn in enumerate(self._turns):
+            self._of.setdefault(turn, []).append(index)
+
+    def __contains__(self, turn: int) -> bool:
+        return turn in self._of
+
+    def around(self, turn: int) -> tuple[int, int, int, int]:
+        """Return the end of the part before a turn, its own first start and last end, and the start of the next."""
+        first, last = self._of[turn][0], self._of[turn][-1]
+        return self._lasts[first], self._firsts[first], self._lasts[last + 1], self._firsts[last + 1]
+
+    def between(self, earlier: int, turn: int) -> tuple[Span, list[Span]]:
+        """Return an earlier turn's last run, and what no part covers from there to a turn.
+
+        Where no earlier turn is asked for (it is the turn itself), it is the run before the turn; (0, 0) if there is
+        none.
+        """
+        last = self._of[turn][0]
+        first = self._of[earlier][-1] if earlier < turn else last - 1
+        gaps = [(self._lasts[run + 1], self._firsts[run + 1]) for run in range(first, last)]
+        return ((self._firsts[first], self._lasts[first + 1]) if first >= 0 else (0, 0)), gaps
+
+    def stop_in(self, start: int, end: int) -> int | None:
+        """Return where the first stop in a range ends; without stops, the end of the text if it is in the range."""
+        if not self._stops:
+            return len(self._text.rstrip()) if end == len(self._text) else None
+        ends = [at + len(stop) for stop in self._stops if (at := self._text.find(stop, start, end)) >= 0]
+        return min(ends, default=None)
+
+    def require_stop(self, turn: int) -> None:
+        """Raise UnprovenMaskError if a turn goes on behind another's part inside it, and nothing ends it there."""
+        _, _, own_end, after = self.around(turn)
+        if self._stops and self._foreign(turn) and self.stop_in(own_end, after) is None:
+            raise UnprovenMaskError(
+                f"messages[{turn}]: it writes the text beside a tool call behind the tool's result, where nothing ends "
+                "it; put that text into the answer that follows, or choose another template (data.template)"
+            )
+
+    def without_foreign(self, span: Span, turn: int) -> list[Span]:
+        """Return a turn's range without what the template writes of other turns inside it. Raises UnprovenMaskError.
+
+        The stop that precedes the other turn's part belongs to the range: there the model stops, and the tool answers.
+        """
+        pieces, start = [], span[0]
+        for own_end, foreign_start, own_start in self._foreign(turn):
+            end = self.stop_in(own_end, foreign_start) if self._stops else None
+            if end is None:
+                raise UnprovenMaskError(
+                    f"messages[{turn}]: it writes another message inside this turn, with no token that ends the turn "
+                    "before"
+                )
+            pieces.append((start, end))
+            start = own_start
+        return [*pieces, (start, span[1])]
+
+    def _foreign(self, turn: int) -> list[tuple[int, int, int]]:
+        """Return the runs of other turns inside a turn: (its part before ends, theirs starts, its next starts)."""
+        return [
+            (self._lasts[one + 1], self._firsts[one + 1], self._firsts[two])
+            for one, two in pairwise(self._of[turn])
+            if any(other not in (turn, -1) for other in self._turns[one + 1 : two])
+        ]
+
+
 class TurnFinder:
     """Finds turns of one template, from its generation prompt and the ways in which its turns open."""
 
@@ -57,8 +135,8 @@ class TurnFinder:
         """Probe the template. Raises DataError if asking for an answer changes the text before it."""
         user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
         plain, asked = template.render([user]), template.render([user], generation_prompt=True)
-        self._markup = markup_pattern(template.tokenizer)
-        self._tokens = {token.content for token in template.tokenizer.added_tokens_decoder.values()}
+        self._markup = template.markup
+        self._tokens = template.tokens.keys()
         # Phi-3's template ends every text with eos unless it asks for an answer
         self._eos = template.tokenizer.eos_token or ""
         ends = [self._eos, *(match[0] for match in self._markup.finditer(plain))]
@@ -103,9 +181,6 @@ class TurnFinder:
         tags = (match[0] for match in self._markup.finditer(text) if match[0][1] != "/" or match[0] == self._eos)
         return any(tag in self._tokens or self._tokens.isdisjoint(like) for tag in tags)
 
-    def without_tags(self, text: str) -> str:
-        return self._markup.sub("", text)
-
     def shared_whole(self, text: str, prompt: str) -> int:
         """Return the length of the longest common prefix that ends inside no tag and no word of either.
 
@@ -144,7 +219,19 @@ class TurnFinder:
             raise UnprovenMaskError(f"messages[{turn}]: the range found for the turn does not contain its text")
         return start, end
 
-    def behind_header(self, rendering: Rendering, turn: int, start: int, own_start: int) -> int:
+    def proved(self, rendering: Rendering, turn: int, runs: PartRuns) -> Span:
+        """Return `span`, or the range by the turn's parts; that of an answer begins behind its header."""
+        try:
+            start, end = self.span(rendering, turn)
+        except UnprovenMaskError:
+            if (by_parts := self._by_parts(rendering, turn, runs)) is None:
+                raise
+            start, end = by_parts
+        if rendering.messages[turn]["role"] == "assistant":
+            start = self._behind_header(rendering, turn, start, runs.around(turn)[1])
+        return start, end
+
+    def _behind_header(self, rendering: Rendering, turn: int, start: int, own_start: int) -> int:
         """Return where an answer begins behind what inference shows directly before it, if other text precedes that.
 
         Raises UnprovenMaskError if its header would still carry loss.
@@ -239,6 +326,27 @@ class TurnFinder:
             if after.startswith(rest):
                 return before, after, rest
         return None
+
+    def _by_parts(self, rendering: Rendering, turn: int, runs: PartRuns) -> Span | None:
+        text = rendering.text
+        before, own_start, own_end, after = runs.around(turn)
+        shown = rendering.attempt(rendering.messages[:turn], prompt=True)
+        if rendering.messages[turn]["role"] != "assistant" or shown is None:
+            return None
+        # it begins where it departs from what inference shows before it, if that is behind the part before it
+        anchor = text[slice(*runs.between(turn, turn)[0])]
+        start = self.shared_whole(text, shown)
+        if not before <= start <= own_start:  # earlier turns are rewritten: compare behind the last part before
+            if anchor not in shown:
+                return None
+            start = before + self.shared_whole(text[before:own_start], shown.rpartition(anchor)[2])
+        is_bare = not text[before:own_start].strip()  # the turn has no header at all
+        if start <= before and not is_bare and not shown.endswith(anchor):
+            return None
+        end, behind = runs.stop_in(own_end, after), text[own_end:after].strip()
+        if end is None and (not behind or (self._prompt and behind.startswith(self._prompt.strip()))):
+            end = own_end  # the next message goes on in this turn
+        return None if end is None else (start, end)
 
 
 def _split(one: str | None, two: str | None) -> tuple[str, str] | None:

@@ -6,7 +6,7 @@ blank picture of that size, once a size; pixels are made as training goes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -41,25 +41,19 @@ _TEXT_NAMES = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_to
 _NUM_COMPARED = 4
 
 
-class Picture(NamedTuple):
-    """A picture of a sample, as the store keeps it; `path` and `mtime_ns` as of `PictureFile`."""
-
-    content: bytes
-    height: int
-    width: int
-    digest: bytes
-    num_tokens: int
-    num_values: int
-    path: str
-    mtime_ns: int
-
-
 class Standing(NamedTuple):
     """What a processor makes of every picture of one size: a text of so many tokens, and so many numbers."""
 
     text: str
     num_tokens: int
     num_values: int
+
+
+class Picture(NamedTuple):
+    """A picture of a sample."""
+
+    file: PictureFile
+    standing: Standing
 
 
 def processor_files(name: str) -> list[Path]:
@@ -83,7 +77,7 @@ class PictureProcessor:
 
     def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase) -> None:
         """Load the processor. Raises DataError if there is none, or if it does not say what it writes for a picture."""
-        require_pillow()
+        new_image = require_pillow().Image.new
         files = processor_files(name)
         if not files:
             raise DataError(
@@ -107,14 +101,11 @@ class PictureProcessor:
         self.mark, own = mark, _picture_token(name, files)
         # some write the mark for a picture, and other tokens for its parts
         self.token_id = int(tokenizer.convert_tokens_to_ids(self.mark)) if own is None else own
-        self._standing = lru_cache(_SIZES_KEPT)(self._of_size)
+        self._standing = lru_cache(_SIZES_KEPT)(lambda high, wide, mode: self._make(new_image(mode, (wide, high))))
         self._num_compared = 0
 
-    def read(self, conversation: Conversation, media_root: Path | None) -> list[tuple[Picture, str, bool]]:
-        """Return the pictures of a conversation, each with what stands for it, and whether parts of it are transparent.
-
-        Raises DataError as `read_picture` does, and for a size that the processor refuses.
-        """
+    def read(self, conversation: Conversation, media_root: Path | None) -> tuple[Picture, ...]:
+        """Return the pictures of a conversation. Raises DataError as `read_picture` and `standing` do."""
         pictures = []
         for source in conversation.pictures:
             file = read_picture(source, conversation.origin, media_root)
@@ -123,9 +114,8 @@ class PictureProcessor:
             if self._num_compared < _NUM_COMPARED:
                 self._num_compared += 1
                 self._require_same(file, standing, where)
-            picture = Picture(*file[:4], standing.num_tokens, standing.num_values, file.path, file.mtime_ns)
-            pictures.append((picture, standing.text, file.has_alpha))
-        return pictures
+            pictures.append(Picture(file, standing))
+        return tuple(pictures)
 
     def standing(self, height: int, width: int, where: str = "a picture", *, has_alpha: bool = False) -> Standing:
         """Return what stands for a picture of this size. Raises DataError for one that the processor refuses."""
@@ -142,9 +132,6 @@ class PictureProcessor:
             f"{where}: has transparent parts, which the image processor of {self._name} does not convert; save it on a "
             f"background, or set do_convert_rgb: true in {self._file.name}"
         )
-
-    def _of_size(self, height: int, width: int, mode: str) -> Standing:
-        return self._make(require_pillow().Image.new(mode, (width, height)))
 
     def _make(self, image: Any) -> Standing:
         made = self.processor(
@@ -166,6 +153,11 @@ class PictureProcessor:
         if (image.height, image.width) != (file.height, file.width) or self._make(image) != standing:
             raise DataError(f"{where}: the processor of {self._name} treats pictures of one size differently")
 
+    def require_no_mark(self, texts: Iterable[str], where: str = "") -> None:
+        """Raise DataError if a text holds the mark."""
+        if any(self.mark in text for text in texts):
+            raise DataError(f"{where}a text holds {self.mark}, the placeholder of an image; remove it")
+
     def rendered_prompt(
         self, template: ChatTemplate, messages: Sequence[dict[str, Any]], files: Sequence[bytes]
     ) -> str:
@@ -173,8 +165,7 @@ class PictureProcessor:
 
         Raises DataError if the template does not show each of them, or if a message holds the mark.
         """
-        if any(self.mark in message["content"] for message in messages):
-            raise DataError(f"a text holds {self.mark}, the placeholder of an image; remove it")
+        self.require_no_mark(message["content"] for message in messages)
         pieces = replace(template, mark=self.mark).render(messages, generation_prompt=True).split(PICTURE)
         if len(pieces) != len(files) + 1:
             raise DataError(

@@ -94,26 +94,23 @@ def read_picture(source: PictureSource, origin: Origin, media_root: Path | None)
             with pil.Image.open(io.BytesIO(content), formats=FORMATS) as image:
                 _check(image, where)
                 image.load()  # a PNG may have its EXIF behind the pixels
-                height, width = shown_size(image)
+                is_turned = image.getexif().get(_EXIF_ORIENTATION) in _TURNED  # it may lie on its side
+                height, width = image.size if is_turned else image.size[::-1]
                 has_alpha = is_transparent(image)
     except DataError:
         raise
     except pil.UnidentifiedImageError:
+        start = content[:512].lstrip().lower()
+        kinds = (kind for kind, magic in _OTHER_KINDS.items() if re.match(magic, start, re.DOTALL))
+        kind = next(kinds, "of an unknown type, or damaged") if content else "empty"
         raise DataError(
-            f"{where}: {_other_kind(content)}; expected a picture in one of {', '.join(FORMATS)}: convert or replace it"
+            f"{where}: its file is {kind}; expected a picture in one of {', '.join(FORMATS)}: convert or replace it"
         ) from None
     except pil.Image.DecompressionBombError:
         raise DataError(f"{where}: it has far more than {MAX_PIXELS:,} pixels, the limit; resize it") from None
     except _DAMAGES as error:
         raise DataError(f"{where}: its file is damaged or cut off: {reason_of(error)}; replace it") from None
     return PictureFile(content, height, width, xxhash.xxh3_128_digest(content), has_alpha, path, mtime_ns)
-
-
-def shown_size(image: Any) -> tuple[int, int]:
-    """Return height and width of an image of Pillow's as it is shown: EXIF may say that it lies on its side."""
-    width, height = image.size
-    is_turned = image.getexif().get(_EXIF_ORIENTATION) in _TURNED
-    return (width, height) if is_turned else (height, width)
 
 
 def is_transparent(image: Any) -> bool:
@@ -147,13 +144,6 @@ def _check(image: Any, where: str) -> None:
         raise DataError(f"{where}: animated, with {image.n_frames} frames; give one picture, or remove the row")
     if image.mode not in _MODES:
         raise DataError(f"{where}: its pixels are of mode {image.mode}; convert it to 8-bit RGB")
-
-
-def _other_kind(content: bytes) -> str:
-    """Say what a file is that is no picture of FORMATS, by its first bytes."""
-    start = content[:512].lstrip().lower()
-    kinds = (kind for kind, magic in _OTHER_KINDS.items() if re.match(magic, start, re.DOTALL))
-    return f"its file is {next(kinds, 'of an unknown type, or damaged')}" if content else "its file is empty"
 
 
 def _embedded(uri: str, where: str) -> bytes:

@@ -63,24 +63,20 @@ class TemplateDescription:
 
     def facts(self) -> Iterator[tuple[str, str]]:
         """Yield (name, value) of every fact, for a person."""
-        yield "an answer opens with", _shown(self.opens)
-        yield "the generation prompt adds", _shown(self.prompt)
+        yield "an answer opens with", brief(self.opens) if self.opens else "nothing"
+        yield "the generation prompt adds", brief(self.prompt) if self.prompt else "nothing"
         same = "no: see below" if {mismatch.answer for mismatch in self.mismatches} - {EARLIER} else "yes"
         yield "answers begin with exactly that", same
-        yield "an answer ends with", _shown(self.ends)
+        yield "an answer ends with", brief(self.ends) if self.ends else "nothing"
         source = {"template": "", "next turn": " (it opens the next turn)", "setting": " (data.end_of_turn)"}
         stops = ", ".join(map(repr, self.stops)) + source.get(self.stops_from, "")
         yield "what stops it, with loss", stops if self.stops else "nothing"
-        yield "reasoning in the last answer", self._reasoning()
+        tags = f" between {self.reasoning[0]!r} and {self.reasoning[1]!r}" if self.last_reasoning == "written" else ""
+        yield "reasoning in the last answer", self.last_reasoning + tags
         yield "reasoning of earlier answers", self.earlier_reasoning
         yield "an answer without reasoning", f"gets {self.empty_reasoning!r}" if self.empty_reasoning else "as it is"
         yield from {"system prompt": self.system, "tools": self.tools, "tool calls": self.calls}.items()
         yield "tool results", self.results
-
-    def _reasoning(self) -> str:
-        if self.last_reasoning != "written":
-            return self.last_reasoning
-        return f"written between {self.reasoning[0]!r} and {self.reasoning[1]!r}"
 
     def summary_lines(self) -> list[str]:
         """Return what a build prints: one sentence of what is learnt, and one for each problem."""
@@ -98,10 +94,6 @@ class TemplateDescription:
             text = f"{problem.what}; {problem.remedy}"
             lines += textwrap.wrap(f"! {text}", _WIDTH, subsequent_indent="  ", break_long_words=False)
         return lines
-
-
-def _shown(text: str) -> str:
-    return brief(text) if text else "nothing"
 
 
 def brief(text: str) -> str:

@@ -8,15 +8,14 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from jinja2 import TemplateError
 
 from flatout.data.conversation import PICTURE, Message, ToolCall
-from flatout.data.templates.forms import CLOSE, CLOSE_TAG, Form, RawMessage, shows_reasoning
-from flatout.data.tokenizer import TokenizerFacts, begins_with_bos
+from flatout.data.tokenizer import TokenizerFacts, added_texts, any_of, begins_with_bos
 from flatout.errors import DataError, Fix, FlatoutError, first_line, reason_of
 from flatout.io.near_path import near_path
 
@@ -24,11 +23,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 OURS = ("chatml", "llama-3", "qwen3", "gemma", "mistral", "phi", "zephyr", "alpaca", "plain")
+RawMessage = dict[str, Any]
+# stands for </think> in the last answer while a template renders it that would cut the text there
+_CLOSE = "\U000f5a13"
+_OPEN_TAG, _CLOSE_TAG = "<think>", "</think>"
+_LOOKS_LIKE_MARKUP = r"</?[|｜A-Za-z_][^<>\s]{0,60}>|\[/?[A-Z][A-Z_]*\]"
 # What a template can raise: its own raise_exception, an undefined name, a filter on a value of the wrong type.
 RENDER_ERRORS = (
     TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError
 )  # fmt: skip
-_USUAL = Form()
 # variables by which public templates switch reasoning
 REASONING_SWITCHES = ("enable_thinking", "thinking", "think", "reasoning", "enable_reasoning", "preserve_thinking")
 THOUGHT, TOOL_NAME = "WhyprobethreeQkd", "Lookupsix"
@@ -37,6 +40,80 @@ TOOLS = ({"type": "function", "function": {"name": TOOL_NAME, "description": "d"
     "type": "object", "properties": {"x": {"type": "string", "description": "c"}}}}},)  # fmt: skip
 _ASK, _CALL = Message("user", "a"), Message("assistant", "", tool_calls=(ToolCall(TOOL_NAME, {"x": 1}, "call00000"),))
 _ANSWER = Message("assistant", "b", reasoning=THOUGHT)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The spelling in which a template reads a row: found by rendering probes, once a template, never by its name."""
+
+    arguments_as_text: bool = False
+    """Arguments of calls are JSON text instead of objects."""
+    tools_as: str = "tools"
+    """The variable that takes the tools; another than `tools` takes the bare functions."""
+    empty_tools: bool = False
+    """Rows without tools give an empty list."""
+    reasoning: Literal["fields", "inline", "last", "prefix"] = "fields"
+    """Where it is: in fields of its own; `inline`, in the content between <think> tags; `last`, the same for a template
+    that cuts the content at </think>, also in the last answer, where inference shows the reasoning that the model has
+    just written; `prefix`, the same for one whose generation prompt writes <think>, and that takes a last answer which
+    begins there."""
+    breaks: bool = True
+    """The tags of reasoning stand on lines of their own."""
+    parts: bool = False
+    """Every content is a list of typed parts, as templates of vision-language models have it."""
+
+    def content(self, reasoning: str, content: str) -> str:
+        line = "\n" * self.breaks
+        return f"{_OPEN_TAG}{line}{reasoning}{line}{_CLOSE_TAG}{line * 2}{content}"
+
+    def tools(self, tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+        """Return the keywords that give the tools of a row to the template."""
+        if not tools:
+            return {"tools": [] if self.empty_tools else None}
+        if self.tools_as == "tools":
+            return {"tools": [dict(tool) for tool in tools]}
+        return {"tools": None, self.tools_as: [dict(tool["function"]) for tool in tools]}
+
+    def shown(self, messages: Sequence[RawMessage]) -> list[RawMessage]:
+        """Return the messages as the template gets them; its text has _CLOSE for _CLOSE_TAG where it must not cut."""
+        spelt = list(messages)
+        hides = self.reasoning in ("last", "prefix") and bool(spelt) and spelt[-1]["role"] == "assistant"
+        if hides and _CLOSE_TAG in spelt[-1]["content"]:
+            thought, _, text = spelt[-1]["content"].partition(_CLOSE_TAG)
+            if _OPEN_TAG not in thought:  # left to the generation prompt
+                thought = f"{_OPEN_TAG}\n{thought.lstrip()}"
+            if self.reasoning == "prefix":
+                spelt[-1] = spelt[-1] | {"prefix": True}
+                thought = thought.lstrip().removeprefix(_OPEN_TAG)
+            spelt[-1] = spelt[-1] | {"content": f"{thought}{_CLOSE}{text}"}
+        in_parts = [self.parts or PICTURE in message["content"] for message in spelt]
+        pairs = zip(spelt, in_parts, strict=True)
+        return [one | {"content": _in_parts(one["content"])} if is_cut else one for one, is_cut in pairs]
+        return [
+            message | {"content": _in_parts(message["content"])}
+            if self.parts or PICTURE in message["content"]
+            else message
+            for message in spelt
+        ]
+
+
+def _in_parts(content: str) -> list[dict[str, str]]:
+    """Return a content as typed parts: its texts, and its pictures between them."""
+    parts = list[dict[str, str]]()
+    for number, text in enumerate(content.split(PICTURE)):
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts
+
+
+def _shows_reasoning(text: str, thought: str, prompt: str) -> bool:
+    """Whether the text of a conversation shows a last answer's reasoning as the model writes it after `prompt`."""
+    before = text.partition(thought)[0].rstrip()
+    # opened once, and not right behind a block that is closed
+    _, closed, behind = before.rpartition(_CLOSE_TAG)
+    is_again = bool(closed) and behind.strip() == _OPEN_TAG
+    opens = before.endswith(_OPEN_TAG) and behind.count(_OPEN_TAG) == 1 and not is_again
+    return thought in text and text.startswith(prompt) and opens
 
 
 @dataclass(frozen=True)
@@ -51,7 +128,7 @@ class ChatTemplate:
     source: str
     tokenizer: PreTrainedTokenizerBase
     args: Mapping[str, Any] = field(default_factory=dict)
-    form: Form = _USUAL
+    form: Form = Form()
     mark: str = ""
     asks: str = ""
 
@@ -73,7 +150,7 @@ class ChatTemplate:
             if not reads(source, variable):
                 raise DataError(f"{setting}: chat template {name!r} does not read {variable!r}; remove it")
         tried = cls(name, source, tokenizer, args)
-        for form in (_USUAL, Form(empty_tools=True), Form(parts=True)):
+        for form in (Form(), Form(empty_tools=True), Form(parts=True)):
             tried = replace(tried, form=form)
             try:
                 if "hello" not in tried.render([{"role": "user", "content": "hello"}], generation_prompt=True):
@@ -87,26 +164,38 @@ class ChatTemplate:
             ) from problem
         return replace(tried, form=tried._find_form())
 
+    @cached_property
+    def tokens(self) -> dict[str, bool]:
+        """The texts of the tokenizer's added tokens, and whether each is special."""
+        return added_texts(self.tokenizer)
+
+    @cached_property
+    def markup(self) -> re.Pattern[str]:
+        """A pattern of what must stay whole in a rendered text: every added token, and tags that look like one.
+
+        A template may come with tags that this tokenizer does not know, such as <|user|> or [/INST].
+        """
+        return re.compile("|".join(filter(None, (any_of(self.tokens), _LOOKS_LIKE_MARKUP))))
+
     def _find_form(self) -> Form:
         """Return the spelling of calls, tools and reasoning that this template shows; where none, the usual one."""
+
+        def show(form: Form, *turns: Message, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+            return replace(self, form=form).attempt([_ASK, *turns], tools)
+
         form = self.form
-        for as_text in (False, True):  # some paste arguments as text
-            asked = replace(form, arguments_as_text=as_text)
-            if TOOL_NAME in (self._probe(asked, [_ASK, _CALL]) or ""):
-                form = asked
-                break
-        for variable in dict.fromkeys(["tools", *re.findall(r"\b\w*(?:tools|functions)\b", self.source)]):
-            asked = replace(form, tools_as=variable)
-            if TOOL_NAME in (self._probe(asked, [_ASK], TOOLS) or ""):
-                form = asked
-                break
-        if "think>" not in self.source or THOUGHT in (self._probe(form, [_ASK, _ANSWER]) or ""):
+        as_texts = [replace(form, arguments_as_text=as_text) for as_text in (False, True)]  # some paste them as text
+        form = next((asked for asked in as_texts if TOOL_NAME in show(asked, _CALL)), form)
+        variables = dict.fromkeys(["tools", *re.findall(r"\b\w*(?:tools|functions)\b", self.source)])
+        named = (replace(form, tools_as=variable) for variable in variables)
+        form = next((asked for asked in named if TOOL_NAME in show(asked, tools=TOOLS)), form)
+        if "think>" not in self.source or THOUGHT in show(form, _ANSWER):
             return form
-        prompt = self._probe(form, [_ASK], prompt=True) or ""
+        prompt = replace(self, form=form).attempt([_ASK], prompt=True)
         kinds: tuple[Literal["inline", "last", "prefix"], ...] = ("inline", "last", "prefix")
         for kind in kinds:
             asked = replace(form, reasoning=kind, breaks=kind != "prefix" or prompt.endswith("\n"))
-            if shows_reasoning(self._probe(asked, [_ASK, _ANSWER]) or "", THOUGHT, prompt):
+            if _shows_reasoning(show(asked, _ANSWER), THOUGHT, prompt):
                 return asked
         return form
 
@@ -116,10 +205,11 @@ class ChatTemplate:
             for name in REASONING_SWITCHES:
                 if self.args.get(name) is not True and re.search(rf"\b{name}\b", self.source):
                     switched = replace(self, args={**self.args, name: True})
-                    if THOUGHT in (switched._probe(switched._find_form(), [_ASK, _ANSWER]) or ""):
+                    switched = replace(switched, form=switched._find_form())
+                    if THOUGHT in switched.attempt([_ASK, _ANSWER]):
                         fix = Fix({"data.template_args": dict(switched.args)}, "shows it in all rows")
                         return f"give {name} to these rows alone, as chat_template_kwargs, or to all", [fix]
-        if part == "tools" and TOOL_NAME in (self._probe(self.form, [_ASK, _CALL]) or ""):
+        if part == "tools" and TOOL_NAME in self.attempt([_ASK, _CALL]):
             return (
                 "it writes calls, but no list of tools: describe them in the system message as the model's card says, "
                 "and remove the tools from the row; or choose another template (data.template)",
@@ -128,19 +218,14 @@ class ChatTemplate:
         rest = "" if part in ("text", "tools", "cut") else f", write the {part} into the content as the model does,"
         return f"choose a template that renders it (data.template){rest} or remove it from the row", []
 
-    def _probe(
-        self,
-        form: Form,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        prompt: bool = False,
-    ) -> str | None:
-        asked = replace(self, form=form)
+    def attempt(
+        self, turns: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, *, prompt: bool = False
+    ) -> str:
+        """Render turns, with the generation prompt if `prompt`; return an empty text if the template refuses them."""
         try:
-            return asked.render(asked.raw_messages(messages), tools, generation_prompt=prompt)
+            return self.render(self.raw_messages(turns), tools, generation_prompt=prompt)
         except RENDER_ERRORS:
-            return None
+            return ""
 
     def render(
         self,
@@ -173,7 +258,7 @@ class ChatTemplate:
             text = text.replace(self.mark, PICTURE)
         if not generation_prompt:
             text = text.removesuffix(self.asks)
-        return text.replace(CLOSE, CLOSE_TAG) if self.form.reasoning in ("last", "prefix") else text
+        return text.replace(_CLOSE, _CLOSE_TAG) if self.form.reasoning in ("last", "prefix") else text
 
     def raw_messages(self, messages: Sequence[Message]) -> list[RawMessage]:
         """Return the messages in the form that templates read: OpenAI's, with arguments as objects or as JSON text."""

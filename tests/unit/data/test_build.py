@@ -19,9 +19,9 @@ from flatout.config.schema import DataConfig, SourceConfig
 from flatout.data import registry
 from flatout.data.build import open_or_build
 from flatout.data.conversation import Origin
+from flatout.data.readers import copies_of_rows
 from flatout.data.rows.formats.parser import make_parser
 from flatout.data.rows.read import RawRow
-from flatout.data.sampling import copies_of_rows
 from flatout.data.templates.template import template_text
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenize import SampleTokenizer, TokenizeOptions

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from faulty_disk import BROKEN_DISK, FULL_DISK, Death, FaultyDisk
 
-from flatout.data.add_column import add_column, write_column
+from flatout.data.add_column import add_column
 from flatout.data.columns import Column
 from flatout.data.store_writer import new_store
 from flatout.data.token_store import StoreMeta, TokenStore
@@ -208,10 +208,10 @@ def test_values_that_fit_are_taken_and_others_are_refused(tmp_path, name, per, r
 
 def test_only_a_partial_column_may_lack_values(tmp_path):
     store, values = write(tmp_path / "d", {}), np.where(np.arange(8) % 2, 1.5, np.nan)
-    column = Column("float64", "sample", "m", partial=True)
     with pytest.raises(DataError, match="expected finite values"):
-        write_column(store.folder, "w", replace(column, partial=False), values)
-    assert np.array_equal(write_column(store.folder, "w", column, values).extra["w"], values, equal_nan=True)
+        add_column(store.folder, "w", values, per="sample", meaning="m")
+    stored = add_column(store.folder, "w", values, per="sample", meaning="m", partial=True).extra["w"]
+    assert np.array_equal(stored, values, equal_nan=True)
 
 
 @pytest.mark.parametrize(("wrong", "right"), [("loss_mask", "mask"), ("../x", "x_2"), ("Weight", "weight")])

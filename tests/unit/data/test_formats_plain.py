@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from flatout.config.data import DataConfig
 from flatout.config.schema import SourceConfig
 from flatout.data.conversation import Conversation, Origin, PlainText, Sample, TokenRow
 from flatout.data.rows.formats.parser import make_parser
@@ -96,7 +97,7 @@ def test_messages_written_as_json_text_are_read():
 def test_segments_say_what_carries_loss(small_tokenizer_dir):
     pieces = [("<|im_start|>q", False), ("yes<|im_end|>", True), ("\nthink", False), ("hello", True)]
     row = {"segments": [{"text": text, "label": label} for text, label in pieces]}
-    tokenizer = SampleTokenizer(TokenizeOptions(str(small_tokenizer_dir), "", None, special_tokens="keep"))
+    tokenizer = SampleTokenizer(TokenizeOptions(str(small_tokenizer_dir), "", None, DataConfig(special_tokens="keep")))
     for rows, learned in ((row, "yes<|im_end|>hello<|im_end|>"), ({"segments": row["segments"][:3]}, "yes<|im_end|>")):
         text = tokenizer(parsed(rows)).pieces[0]
         assert tokenizer.tokenizer.decode(text.token_ids[text.loss_mask].tolist()) == learned

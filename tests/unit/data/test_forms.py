@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from flatout.config.data import DataConfig
 from flatout.data.conversation import Conversation, Message, Origin, ToolCall
 from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
 from flatout.errors import DataError
@@ -51,8 +52,8 @@ TRAINED: dict[str, tuple[str, tuple[Message, ...], tuple[Any, ...], dict[str, An
 def trained(tokenizer: PreTrainedTokenizerFast, name: str, **changes: Any) -> list[tuple[str, str]]:
     """The text of each sample, and of its labels."""
     source, turns, tools, args, *_ = TRAINED[name]
-    variables = tuple(changes.get("args", args).items())
-    options = TokenizeOptions("small", "own", changes.get("source", source), template_args=variables)
+    settings = DataConfig(template_args=changes.get("args", args))
+    options = TokenizeOptions("small", "own", changes.get("source", source), settings)
     row = Conversation(changes.get("turns", turns), Origin("rows.jsonl", 1), tools)
     pieces = SampleTokenizer(options, tokenizer)(row).pieces
     return [

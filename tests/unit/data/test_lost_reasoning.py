@@ -13,6 +13,7 @@ from plans import make_plan
 from transformers import PreTrainedTokenizerFast
 
 from flatout.cli.main import main
+from flatout.config.data import DataConfig
 from flatout.config.schema import BatchConfig
 from flatout.data.conversation import Conversation, Message, Origin, ToolCall
 from flatout.data.token_store import TokenStore
@@ -50,7 +51,7 @@ CHAT = (
 def tokenized(
     tokenizer: PreTrainedTokenizerFast, source: str, turns: tuple[Message, ...] = CHAT, **options: Any
 ) -> TokenizedSample:
-    to_tokens = SampleTokenizer(TokenizeOptions("small", "own", source, **options), tokenizer)
+    to_tokens = SampleTokenizer(TokenizeOptions("small", "own", source, DataConfig(**options)), tokenizer)
     return to_tokens(Conversation(turns, Origin("rows.jsonl", 1)))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from flatout.config.data import DataConfig
 from flatout.data.conversation import Conversation, Message, Origin, ToolCall
 from flatout.data.loss_mask.mask import Masker
 from flatout.data.templates.template import OURS, choose_template, template_text
@@ -160,7 +161,9 @@ def test_a_template_that_takes_all_time_or_memory_is_stopped_at_its_row(attack, 
         ),
         (ROLES + attack, "chat template 'evil'"),
     ):
-        tokenizer = SampleTokenizer(TokenizeOptions("small", "evil", source, end_of_turn="none"), small_tokenizer)
+        tokenizer = SampleTokenizer(
+            TokenizeOptions("small", "evil", source, DataConfig(end_of_turn="none")), small_tokenizer
+        )
         with pytest.raises(TemplateLimitError, match=f"^{where} .*{limit}"):
             tokenizer(Conversation(turns, Origin("rows.jsonl", 7)))
     assert resource.getrlimit(resource.RLIMIT_AS) == before
@@ -178,12 +181,12 @@ def test_variables_of_a_template_and_its_empty_reasoning(small_tokenizer):
     chat = Conversation((Message("user", "q"), Message("assistant", "a")), Origin("rows.jsonl", 1))
 
     def learned(**settings: Any) -> str:
-        sample = SampleTokenizer(TokenizeOptions("small", "own", THINKS, **settings), small_tokenizer)(chat)
+        sample = SampleTokenizer(TokenizeOptions("small", "own", THINKS, DataConfig(**settings)), small_tokenizer)(chat)
         return str(small_tokenizer.decode(sample.pieces[0].token_ids[sample.pieces[0].loss_mask].tolist()))
 
     assert learned() == "<think>\n\n</think>\n\na<|im_end|>"
     assert learned(empty_reasoning="mask") == "a<|im_end|>"
-    assert learned(template_args=(("enable_thinking", False),)) == "a<|im_end|>"
+    assert learned(template_args={"enable_thinking": False}) == "a<|im_end|>"
     for wrong in ("enable_thinkin", "tools", "messages"):
         with pytest.raises(DataError, match=f"chat template 'own' does not read '{wrong}'"):
-            learned(template_args=((wrong, False),))
+            learned(template_args={wrong: False})

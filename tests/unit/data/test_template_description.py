@@ -11,6 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from flatout.cli.main import main
+from flatout.config.data import DataConfig
 from flatout.data.conversation import Conversation, Message, Origin, ToolCall
 from flatout.data.encode import Encoder, UnencodableError
 from flatout.data.templates.template import ChatTemplate
@@ -111,7 +112,9 @@ def tokenizer(small_tokenizer_dir):
 
 
 def _tokenizer(tokenizer: PreTrainedTokenizerBase, source: str, **options: Any) -> SampleTokenizer:
-    return SampleTokenizer(TokenizeOptions("small", "t", source, lost_reasoning="train", **options), tokenizer)
+    return SampleTokenizer(
+        TokenizeOptions("small", "t", source, DataConfig(lost_reasoning="train", **options)), tokenizer
+    )
 
 
 def _labelled(made: SampleTokenizer, *turns: Message) -> str:
@@ -240,7 +243,7 @@ def test_what_training_and_inference_show_is_compared_and_mended(source, prompt,
         assert repr(found.mismatches[0].trained) in problem.what
         assert remedy in problem.remedy
     if "enable_thinking" in remedy:  # the remedy is what it says
-        mended = _tokenizer(tokenizer, source, template_args=(("enable_thinking", "true" in remedy),))
+        mended = _tokenizer(tokenizer, source, template_args={"enable_thinking": "true" in remedy})
         assert "the last answer" not in [mismatch.answer for mismatch in mended.description.mismatches]
         assert mended(Conversation(turns, Origin("t", 1))).outcome.noticed["unlike_prompt"] == 0
 
@@ -248,7 +251,7 @@ def test_what_training_and_inference_show_is_compared_and_mended(source, prompt,
 def test_a_variable_that_moves_the_difference_is_no_cure_for_all_rows(tokenizer):
     thinks, told = replace(A1, reasoning="why"), {}
     for value in (True, False):
-        made = _tokenizer(tokenizer, GLM_OPEN, template_args=(("enable_thinking", value),))
+        made = _tokenizer(tokenizer, GLM_OPEN, template_args={"enable_thinking": value})
         unlike = [made(Conversation((U1, a), Origin("t", 1))).outcome.noticed["unlike_prompt"] for a in (A1, thinks)]
         assert unlike == [int(value), int(not value)]
         told[value] = next(p.remedy for p in made.description.problems if "inference shows" in p.what)
