@@ -97,7 +97,9 @@ def load_optimizer_state(
                 device = parameter.device if on_device else "cpu"
                 optimizer.state[owner][key] = tensors[full_name].to(device, copy=True)
                 continue
-            _require_fit(tensors, full_name, local_shard_of(template).shape, template.dtype)
+            # a person's own class may keep moments in another dtype than its weights
+            dtype = template.dtype if traits.make else None
+            _require_fit(tensors, full_name, local_shard_of(template).shape, dtype)
             if isinstance(tensors, CheckpointTensors) and (is_sharded(parameter) or key in like):
                 optimizer.state[owner][key] = tensors.like(full_name, template)
             elif owner is parameter:

@@ -35,7 +35,7 @@ _OF_OTHERS = ROLLOUTS | {"gkd", "bco", "prm", "alignprop"}
 OBJECTIVES: Mapping[str, str] = MappingProxyType(
     {
         "cross_entropy": "cross_entropy.CrossEntropy",
-        "weighted_tokens": "weighted_tokens.WeightedTokens",
+        "weighted_tokens": "cross_entropy.WeightedTokens",
         "dpo": "preference.DPO",
         "ipo": "preference.IPO",
         "dpo_norm": "preference.DPONorm",
@@ -44,7 +44,7 @@ OBJECTIVES: Mapping[str, str] = MappingProxyType(
         "cpo": "preference.CPO",
         "reward": "reward.Reward",
         "kto": "kto.KTO",
-        "classify": "classify.Classify",
+        "classify": "reward.Classify",
     }
 )
 

@@ -48,13 +48,14 @@ class OptimizerTraits:
 OPTIMIZERS: Mapping[str, OptimizerTraits] = MappingProxyType(
     {
         "adamw": OptimizerTraits(
-            ("exp_avg", "exp_avg_sq"), "adamw.make", trains_bf16=True, is_flat=True, deepspeed=("adam", "adamw")
+            ("exp_avg", "exp_avg_sq"), "torch_optimizers.adamw", trains_bf16=True, is_flat=True,
+            deepspeed=("adam", "adamw"),
         ),
         "adamw8bit": OptimizerTraits(
             ("exp_avg", "exp_avg_sq"), "adamw_8bit.make", stores_8_bits=True, trains_bf16=True
         ),
         "sgd": OptimizerTraits(
-            ("momentum_buffer",), "sgd.make", counts_steps=False, unused=("beta2", "eps"), is_flat=True,
+            ("momentum_buffer",), "torch_optimizers.sgd", counts_steps=False, unused=("beta2", "eps"), is_flat=True,
             usual_lr=False, deepspeed=("sgd",),
         ),
     }

@@ -17,19 +17,25 @@ from typing import Any, Self
 from xxhash import xxh3_128_hexdigest
 
 from flatout.environment import studio_folders
-from flatout.errors import OF_OWN_CODE, SecurityError, UsageError
+from flatout.errors import OF_OWN_CODE, FlatoutError, SecurityError, UsageError
 
 MAX_FILE_BYTES = 1 << 20
 
 
 @contextmanager
 def own_code_errors(path: Path, what: str, end: str = "") -> Iterator[None]:
-    """Raise what the code of a person's file raises in the block as a UsageError that names its line."""
+    """Raise what the code of a person's file raises in the block as a UsageError that names its line.
+
+    Memory that runs out, and what else has an exit code of its own, stays as it is.
+    """
     try:
         yield
     except UsageError as error:
         raise error.at(path) from error
     except OF_OWN_CODE as error:
+        # torch.OutOfMemoryError, without importing torch
+        if isinstance(error, FlatoutError | MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            raise
         what = f"the {what}'s own code failed with {type(error).__name__}: {error}{end}"
         raise UsageError(f"{path}{line_of(error, path)}: {what}") from error
 
@@ -81,6 +87,12 @@ class OwnCode:
         if studio_folders():
             raise SecurityError(f"{self.setting}: {self.path} would run as code, which a page may not start")
         return getattr(_module(self.path.absolute(), self.content, self.digest, self.what), self.name, None)
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Raise this code's errors in the block as `own_code_errors` does."""
+        with own_code_errors(self.path.absolute(), self.what):
+            yield
 
 
 @dataclass(frozen=True)

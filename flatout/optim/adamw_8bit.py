@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flatout.config.optim import OptimConfig
 from flatout.kernels.rounding import LOW_32, hash_32
-from flatout.optim.how import How, ParamGroups
+from flatout.optim.options import OptimizerOptions, ParamGroups
 
 # values that share one scale of the 8-bit codes, at most and at least
 BLOCK_SIZE = 256
@@ -70,20 +70,17 @@ class ParamPlan:
 class AdamW8bit(torch.optim.Optimizer):
     """AdamW (arXiv:1711.05101) with fp32 arithmetic for weights of any dtype (fp64 for fp64 ones).
 
-    bf16 weights are rounded stochastically, which preserves small updates on average; rounding to nearest would lose
-    every update under 1/256 of a weight. The random bits depend only on (`seed`, step, parameter, element). Moments are
-    fp32; with `eight_bit`, those of tensors that have a `block_size` are 8-bit codes with a scale per block (Dettmers
-    et al. 2021, arXiv:2110.02861). State, on the weight's device: `step` int64 0-d, and `exp_avg`, `exp_avg_sq` or, for
-    each of them, `_codes` uint8 in the weight's shape and `_scales` fp32 (..., blocks in a row). All parameters must be
-    on one device; on CUDA the update is one compiled kernel for all shapes, and a second one for blocks other than 256.
+    bf16 weights are rounded stochastically, as rounding to nearest would lose every update under 1/256 of a weight. The
+    random bits depend only on (`seed`, step, parameter, element). Moments are fp32; with `eight_bit`, those of tensors
+    that have a `block_size` are 8-bit codes with a scale per block (Dettmers et al. 2021, arXiv:2110.02861). State:
+    `step` int64 0-d, and `exp_avg`, `exp_avg_sq` or, for each of them, `_codes` uint8 in the weight's shape and
+    `_scales` fp32 (..., blocks in a row). All parameters must be on one device, on CUDA with one compiled kernel.
 
-    Parameters may be DTensors sharded along their first dimension: the state is sharded alike, and given the same
-    gradients an update has the same bits on any number of ranks. `offset_of` returns the index of a shard's first
-    element in the flat global tensor.
+    Parameters may be DTensors sharded along their first dimension: the state is sharded alike, and an update has the
+    same bits on any number of ranks. `offset_of` returns a shard's first element in the flat global tensor.
 
     As in torch's fused optimizers, an update for which `found_inf` (0-d fp32 on the device, or None) is not 0 changes
-    no weight or state, and the host does not wait for it. The host counts launched updates, for bias correction and
-    random bits; call `recount` after updates were skipped.
+    nothing, and the host does not wait for it. The host counts launched updates: call `recount` after skipped ones.
     """
 
     def __init__(
@@ -254,7 +251,6 @@ def _update_weight(
 
 
 def _put(target: Tensor, new: Tensor, is_applied: Tensor) -> None:
-    """Write `new` to `held` if the update is applied."""
     # not a product with 0 or 1: a skipped value may be infinite
     target.copy_(torch.where(is_applied > 0, new, target))
 
@@ -318,6 +314,6 @@ def adam_options(config: OptimConfig) -> dict[str, Any]:
     return {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
 
 
-def make(groups: ParamGroups, config: OptimConfig, how: How) -> AdamW8bit:
+def make(groups: ParamGroups, config: OptimConfig, options: OptimizerOptions) -> AdamW8bit:
     """Return AdamW with moments in 8 bits."""
-    return AdamW8bit(groups, eight_bit=True, seed=how.seed, offset_of=how.offset_of, **adam_options(config))
+    return AdamW8bit(groups, eight_bit=True, seed=options.seed, offset_of=options.offset_of, **adam_options(config))

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatout.config.schema import OptimConfig
+from flatout.config.optim import OptimConfig
 from flatout.errors import Fix, UsageError
 from flatout.optim.flat import FlatOptimizer, flatten
-from flatout.optim.how import How
-from flatout.optim.own import load_class
+from flatout.optim.options import OptimizerOptions
+from flatout.optim.own import make_own
 
 # transformers' rule (Trainer.get_decay_parameter_names): these names, and all of nn.LayerNorm
 _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -53,8 +53,9 @@ def make_optimizer(
 
     `layer_norms` are the model's `layer_norm_parameters`, which do not decay, like biases and other norms. `flat` moves
     the parameters of an optimizer that can be flat into one tensor per dtype and decay (`flatten`), so that an update
-    is one launch; their gradients must always exist. `seed` is that of random rounding, `offset_of` as in `How`. Raises
-    UsageError for bf16 weights whose updates it would lose.
+    is one launch; their gradients must always exist. `seed` is that of random rounding, `offset_of` as in
+    `OptimizerOptions`. Raises UsageError for bf16 weights whose updates it would lose, and for a class that cannot be
+    used or whose code fails, also later in a step.
     """
     traits = config.traits
     is_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in named.values())
@@ -73,12 +74,13 @@ def make_optimizer(
             if parameters:
                 groups.append({"params": flatten(parameters) if is_flat else parameters, "weight_decay": decay})
     if config.path is not None:
-        own: torch.optim.Optimizer = load_class(config)(groups, config)
-        return own
+        return make_own(groups, config)
     module, _, function = traits.make.partition(".")
     on_gpu = all(parameter.is_cuda for parameter in named.values())
-    how = How(seed=seed, is_bf16=is_bf16, is_flat=is_flat, on_gpu=on_gpu, offset_of=offset_of)
-    optimizer: torch.optim.Optimizer = getattr(import_module(f"flatout.optim.{module}"), function)(groups, config, how)
+    options = OptimizerOptions(seed=seed, is_bf16=is_bf16, is_flat=is_flat, on_gpu=on_gpu, offset_of=offset_of)
+    optimizer: torch.optim.Optimizer = getattr(import_module(f"flatout.optim.{module}"), function)(
+        groups, config, options
+    )
     if isinstance(optimizer, FlatOptimizer):
         optimizer.gradient_views = [(p, p.grad) for p in named.values() if p.grad is not None]
     return optimizer

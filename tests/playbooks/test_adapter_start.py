@@ -63,6 +63,9 @@ def test_a_start_that_cannot_be_used_is_refused(tiny, tmp_path, principal):
     (tmp_path / "start.py").write_text(PRINCIPAL.replace("[: place.num_rows]", "[:1]"))
     with pytest.raises(UsageError, match="returned a tensor of shape"):
         train(config_of(tiny, tmp_path / "run", init_path=principal))
+    (tmp_path / "start.py").write_text(PRINCIPAL.replace("linalg.svd", "linalg.none"))
+    with pytest.raises(UsageError, match=r"start\.py:5: the adapter start's own code failed with AttributeError"):
+        train(config_of(tiny, tmp_path / "run", init_path=principal))
     with pytest.raises(ProblemsError, match="continue_from"):
         make_config({"model": "m", "lora": {"init_path": principal, "continue_from": str(tmp_path)}})
 

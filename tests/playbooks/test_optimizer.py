@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
@@ -11,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from flatout.checkpoint.optimizer_state import state_sizes
-from flatout.config.optim import OPTIMIZERS, OptimConfig
+from flatout.checkpoint.optimizer_state import load_optimizer_state, state_sizes
+from flatout.config.optim import OPTIMIZERS, OptimConfig, OptimizerTraits
 from flatout.config.read import make_config
 from flatout.errors import CheckpointError, ProblemsError, UsageError
 from flatout.planner.settings import PlanSettings
@@ -96,6 +97,24 @@ def test_an_optimizer_of_ones_own_trains_and_resumes_to_the_bit(tiny, tmp_path, 
     (tmp_path / "lion.py").write_text(LION.replace(".sign_()", ".sign_().mul_(2)"))
     with pytest.raises(CheckpointError, match="optim"):
         train(config)
+
+
+def test_moments_of_another_dtype_than_their_weights_are_loaded():
+    weight = torch.nn.Parameter(torch.ones(8, 4, dtype=torch.bfloat16))
+    optimizer, traits = torch.optim.SGD([weight], lr=1.0), OptimizerTraits(("exp_avg",), counts_steps=False)
+    saved = {"weight/exp_avg": torch.rand(8, 4)}
+    load_optimizer_state(optimizer, {"weight": weight}, saved, traits)
+    assert torch.equal(optimizer.state[weight]["exp_avg"], saved["weight/exp_avg"])
+    with pytest.raises(CheckpointError, match="bfloat16"):
+        load_optimizer_state(optimizer, {"weight": weight}, saved, replace(traits, make="module.make"))
+
+
+@pytest.mark.parametrize("line", ["super().__init__(groups", "beta1, beta2 = group"])
+def test_an_error_of_its_own_code_names_file_and_line(tiny, tmp_path, lion, line):
+    (tmp_path / "lion.py").write_text(text := LION.replace(line, f"groups = nothing; {line}"))
+    number = text[: text.index("nothing")].count("\n") + 1
+    with pytest.raises(UsageError, match=rf"lion\.py:{number}: the optimizer's own code failed with NameError: name"):
+        train(config_of(tiny, tmp_path / "run", path=lion))
 
 
 def test_the_plan_counts_its_state(lion):

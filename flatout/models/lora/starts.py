@@ -41,15 +41,16 @@ def adapter_start(config: LoraConfig) -> AdapterStart:
     """Return the start that these settings name. Raises UsageError for a person's own one that cannot be used."""
     if config.init_path is None:
         module, _, function = ADAPTER_STARTS[config.init].partition(".")
-        start: AdapterStart = getattr(import_module(f"flatout.models.lora.{module}"), function)
-        return start
+        return getattr(import_module(f"flatout.models.lora.{module}"), function)
     own = OwnCode.read(config.init_path, "lora.init_path", "adapter start")
     function = own.load()
     if not callable(function):
         raise UsageError(f"lora.init_path: {config.init_path}: no such function; define {own.name}(place, generator)")
 
     def checked(place: AdapterPlace, generator: torch.Generator) -> Tensor:
-        first, wanted = function(place, generator), (place.num_rows, place.num_in)
+        with own.errors():
+            first = function(place, generator)
+        wanted = (place.num_rows, place.num_in)
         if not isinstance(first, Tensor) or tuple(first.shape) != wanted or not first.isfinite().all():
             got = f"a tensor of shape {tuple(first.shape)}" if isinstance(first, Tensor) else type(first).__name__
             raise UsageError(f"lora.init_path: {config.init_path} returned {got}; expected finite numbers {wanted}")

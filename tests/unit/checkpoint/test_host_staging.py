@@ -21,8 +21,8 @@ from torch import Tensor
 from flatout.checkpoint.write import Checkpoints, Snapshot
 from flatout.checkpoint.write_async import HostCopy, Pairs, Saver, Staging, StreamCopy
 from flatout.io.durable_io import DurableIO
-from flatout.optim.adamw import FlatAdamW
 from flatout.optim.flat import flatten
+from flatout.optim.torch_optimizers import FlatAdamW
 from flatout.track.callback import Reporter
 from flatout.trainer import build
 from flatout.trainer.run import train

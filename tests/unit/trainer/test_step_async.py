@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from flatout.checkpoint.write import Checkpoints
 from flatout.errors import NumericError, PreemptedError
-from flatout.optim.adamw import FlatAdamW
 from flatout.optim.flat import flatten
+from flatout.optim.torch_optimizers import FlatAdamW
 from flatout.optim.update import clear_found_inf, copy_to_host_async, set_found_inf, supports_found_inf
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter

@@ -1,4 +1,4 @@
-"""How an optimizer is made, besides its settings."""
+"""What a run decides of its optimizer, besides the settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ParamGroups: TypeAlias = Sequence[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class How:
+class OptimizerOptions:
     """What a run decides of its optimizer."""
 
     seed: int
