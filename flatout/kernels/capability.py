@@ -1,6 +1,9 @@
-"""The compute capability that kernels are chosen by: the GPU's own, or a named one in its place."""
+"""What kernels are chosen by: Triton, and the GPU's compute capability or a named one in its place."""
 
 from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 
@@ -24,3 +27,14 @@ def capability(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":
         return 0, 0
     return _named[0] if _named else torch.cuda.get_device_capability(device)
+
+
+def has_triton(device: torch.device) -> bool:
+    """Whether Triton compiles kernels for a device: a CUDA GPU, on systems that have the package."""
+    return device.type == "cuda" and _is_installed("triton")
+
+
+# asked in every call of an operator
+@cache
+def _is_installed(package: str) -> bool:
+    return find_spec(package) is not None

@@ -118,7 +118,6 @@ def _compile(name: str, text: bytes, options: list[bytes]) -> bytes:
 
 
 def _ok(result: tuple[Any, ...]) -> Any:
-    """Return the value of a call of cuda-bindings, which returns an error code first."""
     code, *values = result
     if int(code):
         raise RuntimeError(f"CUDA refused to load a kernel of flatout ({code}); please report this")

@@ -185,8 +185,7 @@ def _ragged_layout(cu_seqlens: Tensor, steps: tuple[int, ...]) -> list[Tensor]:
     if _newest_layout.get("key") != key:
         # as long as the boundaries are kept, nothing else can have their address
         _newest_layout.update(key=key, of=cu_seqlens, layout=_compute_ragged_layout(cu_seqlens, steps))
-    layout: list[Tensor] = _newest_layout["layout"]
-    return layout
+    return _newest_layout["layout"]
 
 
 def _compute_ragged_layout(cu_seqlens: Tensor, steps: tuple[int, ...]) -> list[Tensor]:

@@ -78,11 +78,10 @@ def varlen_backward(
     documents = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     # the random state is for dropout, which is off
     random_state, unused = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)
-    gradients: tuple[Tensor, ...] = torch.ops.aten._flash_attention_backward(
+    return torch.ops.aten._flash_attention_backward(
         output_grad, q, k, v, output, log_sums, *documents, 0.0, left is None, random_state, unused,
         **_settings(scale, left),
     )  # fmt: skip
-    return gradients
 
 
 def _settings(scale: float, left: int | None) -> dict[str, Any]:
@@ -259,10 +258,9 @@ def _differentiable(
         # the kernels' window excludes the row itself, transformers' includes it
         left = None if window is None else window - 1
         sinks = None if sinks is None else sinks.to(torch.promote_types(q.dtype, torch.float32))
-        output: Tensor = PackedAttention.apply(
+        return PackedAttention.apply(
             q, k, v, cu_seqlens, sinks, *(shared or (None, None, None)), max_seqlen, scale, left
         )
-        return output
 
     return attention
 

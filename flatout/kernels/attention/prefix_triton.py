@@ -19,30 +19,26 @@ _WAVES = 4
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _load(ptr, rows, head, columns, end, HEADS: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _load(ptr, rows, head, columns, end, HEADS: tl.constexpr, SIZE: tl.constexpr):
     """Rows before `end` of one head of a contiguous (T, HEADS, SIZE), zeros elsewhere."""
     inside = (rows < end)[:, None] & (columns < SIZE)[None, :]
     return tl.load(ptr + rows.to(tl.int64)[:, None] * HEADS * SIZE + head * SIZE + columns, mask=inside, other=0.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _store(ptr, values, rows, head, columns, end, HEADS: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _store(ptr, values, rows, head, columns, end, HEADS: tl.constexpr, SIZE: tl.constexpr):
     inside = (rows < end)[:, None] & (columns < SIZE)[None, :]
     places = ptr + rows.to(tl.int64)[:, None] * HEADS * SIZE + head * SIZE + columns
     tl.store(places, values.to(ptr.dtype.element_ty), mask=inside)
 
 
 # Triton would compile a second kernel for sizes and addresses that are multiples of 16, in the middle of a run
-@triton.jit(do_not_specialize=["log_sums_ptr", "sum_row", "sum_head"])  # type: ignore[untyped-decorator]
-def _attend_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["log_sums_ptr", "sum_row", "sum_head"])
+def _attend_kernel(
     q_ptr, k_ptr, v_ptr, output_ptr, log_sums_ptr, prefix_ptr, suffix_ptr, scale, sum_row, sum_head,
-    HEADS: tl.constexpr,  # noqa: N803
-    KV_HEADS: tl.constexpr,  # noqa: N803
-    SIZE: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    KEYS: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     head, group = tl.program_id(1), tl.program_id(2)
     kv_head = head // (HEADS // KV_HEADS)
@@ -74,16 +70,12 @@ def _attend_kernel(  # type: ignore[no-untyped-def]
         tl.store(sums_ptrs, higher + tl.log(1.0 + tl.exp(-distance)), mask=rows < end)
 
 
-@triton.jit(do_not_specialize=["log_sums_ptr", "sum_row", "sum_head", "num_rows"])  # type: ignore[untyped-decorator]
-def _query_gradient_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["log_sums_ptr", "sum_row", "sum_head", "num_rows"])
+def _query_gradient_kernel(
     grad_ptr, q_ptr, k_ptr, v_ptr, output_ptr, log_sums_ptr, q_grad_ptr, row_sums_ptr, prefix_ptr, suffix_ptr, scale,
     sum_row, sum_head, num_rows,
-    HEADS: tl.constexpr,  # noqa: N803
-    KV_HEADS: tl.constexpr,  # noqa: N803
-    SIZE: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    KEYS: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     head, group = tl.program_id(1), tl.program_id(2)
     kv_head = head // (HEADS // KV_HEADS)
@@ -111,16 +103,12 @@ def _query_gradient_kernel(  # type: ignore[no-untyped-def]
         _store(q_grad_ptr, own + total * scale, rows, head, columns, end, HEADS, SIZE)
 
 
-@triton.jit(do_not_specialize=["log_sums_ptr", "sum_row", "sum_head", "num_rows", "num_keys", "num_parts"])  # type: ignore[untyped-decorator]
-def _key_gradient_kernel(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["log_sums_ptr", "sum_row", "sum_head", "num_rows", "num_keys", "num_parts"])
+def _key_gradient_kernel(
     grad_ptr, q_ptr, k_ptr, v_ptr, log_sums_ptr, row_sums_ptr, k_parts_ptr, v_parts_ptr, prefix_ptr, suffix_ptr, scale,
     sum_row, sum_head, num_rows, num_keys, num_parts,
-    HEADS: tl.constexpr,  # noqa: N803
-    KV_HEADS: tl.constexpr,  # noqa: N803
-    SIZE: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    KEYS: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     kv_head, part, group = tl.program_id(1) // num_parts, tl.program_id(1) % num_parts, tl.program_id(2)
     first, last = tl.load(prefix_ptr + group) + tl.program_id(0) * KEYS, tl.load(prefix_ptr + group + 1)

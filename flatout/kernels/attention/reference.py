@@ -152,7 +152,6 @@ def _documents(
 
 
 def _causal_mask(query: Tensor, key: Tensor, window: int | None) -> Tensor:
-    """Return the mask, bool (T, S), of queries that are the last T of S tokens."""
     columns = torch.arange(len(key), device=query.device)
     distance = columns[len(key) - len(query) :, None] - columns
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)

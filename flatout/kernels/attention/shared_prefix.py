@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flatout.kernels.capability import has_triton
+
 
 class SharedPrefixes(NamedTuple):
     """Where a stream has its G shared prefixes, which are its first documents, and their suffixes, which are the next.
@@ -56,7 +58,6 @@ def attend_to_prefixes(
         return
     rows, keys = spans
     if _has_kernel(q):
-        # machines without a GPU have no Triton
         from flatout.kernels.attention import prefix_triton
 
         prefix_triton.attend(q[rows], k[keys], v[keys], output[rows], log_sums[rows], shared.documents, scale)
@@ -107,7 +108,7 @@ def add_prefix_gradients(
 
 
 def _has_kernel(q: Tensor) -> bool:
-    return q.is_cuda and q.dtype.itemsize == 2
+    return has_triton(q.device) and q.dtype.itemsize == 2
 
 
 def _pairs(shared: SharedPrefixes, offset: int) -> Iterator[tuple[slice, slice]]:

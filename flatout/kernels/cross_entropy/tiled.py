@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from flatout.kernels.capability import has_triton
 
 # 2,048 rows run the GEMMs of a 150k vocabulary at full speed on an H200 and take 0.6 GB of 16-bit logits
 DEFAULT_TILE_ROWS = 2048
@@ -183,7 +184,7 @@ def _weight_grads(
 
 def is_fused(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether tiles are fused and padded by default: in bf16 and fp16 on CUDA, with triton."""
-    return device.type == "cuda" and dtype.itemsize == 2 and find_spec("triton") is not None
+    return dtype.itemsize == 2 and has_triton(device)
 
 
 def token_loss(
@@ -204,12 +205,11 @@ def token_loss(
     hidden (L, D), weight (V, D), targets int64 (L,) in 0..V-1. Logits are u = scale * hidden @ weight.T, with a cap
     softcap * tanh(u / softcap), computed `tile_rows` rows at a time in `compute_dtype` (hidden's when None), summed in
     fp32 (fp64 when the compute is fp64).
-    Returns the loss sum (0-d, with its graph) and the count (0-d int64); with `by_row`, each row's loss (L,), with its
-    graph, and whether its argmax is the target (L,). With no rows, the result is 0 with a graph. With a frozen head,
-    forward and backward take two GEMMs in total, also by row. The weight's gradient is only computed if it is trained,
-    and is summed over tiles in fp32; by row, it takes two more GEMMs. `trained_rows` (ids int64 (n,), values (n, D))
-    replace rows of a frozen weight, and get a gradient. `fused` computes a tile's loss and gradient in one kernel
-    (None: decided by `is_fused`). Method: loss and gradient in one pass over tiles, as in Liger Kernel
+    Returns the loss sum (0-d, with its graph; 0 without rows) and the count (0-d int64); with `by_row`, each row's loss
+    (L,), with its graph, and whether its argmax is the target (L,). With a frozen head, forward and backward take two
+    GEMMs in total. A trained weight's gradient is summed over tiles in fp32; by row, it takes two more GEMMs.
+    `trained_rows` (ids int64 (n,), values (n, D)) replace rows of a frozen weight, and get a gradient. `fused` computes
+    a tile's loss and gradient in one kernel (None: by `is_fused`). Method: one pass over tiles, as in Liger Kernel
     (arXiv:2410.10989, section 3.2).
     """
     if tile_rows < 1:
@@ -218,5 +218,4 @@ def token_loss(
     if fused is None:
         fused = is_fused(hidden.device, dtype)
     tiles = _Tiles(scale, softcap, tile_rows, dtype, fused, torch.is_grad_enabled(), by_row)
-    outputs: tuple[Tensor, Tensor] = _TiledLoss.apply(hidden, weight, *(trained_rows or (None, None)), targets, tiles)
-    return outputs
+    return _TiledLoss.apply(hidden, weight, *(trained_rows or (None, None)), targets, tiles)

@@ -11,8 +11,8 @@ _COLUMNS, _WARPS = 1024, 4
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _shaped(values, scale, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _shaped(values, scale, softcap, CAPPED: tl.constexpr):
     shaped = values.to(tl.float32) * scale
     if CAPPED:
         # without overflow, as the exponent is never positive
@@ -22,8 +22,8 @@ def _shaped(values, scale, softcap, CAPPED: tl.constexpr):  # type: ignore[no-un
     return shaped
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _gradient(shaped, log_total, one, scale, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _gradient(shaped, log_total, one, scale, softcap, CAPPED: tl.constexpr):
     """Return d loss / d logits of shaped logits; `one` is 1 for the target, else 0."""
     gradient = (tl.exp2(shaped * _LOG2_E - log_total * _LOG2_E) - one) * scale
     if CAPPED:
@@ -32,8 +32,8 @@ def _gradient(shaped, log_total, one, scale, softcap, CAPPED: tl.constexpr):  # 
     return gradient
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _block(row, start, num_columns, COLUMNS: tl.constexpr, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _block(row, start, num_columns, COLUMNS: tl.constexpr, MASKED: tl.constexpr):
     """Return columns (COLUMNS / 8, 8) from `start` on, their mask and values; a thread holds 8 neighbors."""
     columns = start + tl.arange(0, COLUMNS // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
     mask = columns < num_columns
@@ -41,10 +41,10 @@ def _block(row, start, num_columns, COLUMNS: tl.constexpr, MASKED: tl.constexpr)
     return columns, mask, values
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _add_block(  # type: ignore[no-untyped-def]
+@triton.jit
+def _add_block(
     row, start, num_columns, target, largest, total, before, scale, softcap,
-    CAPPED: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr,  # noqa: N803
+    CAPPED: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Update each thread's largest logit, its sum of exponentials, and its largest logit before the target's."""
     columns, mask, values = _block(row, start, num_columns, COLUMNS, MASKED)
@@ -61,10 +61,10 @@ def _add_block(  # type: ignore[no-untyped-def]
     return larger, total, before
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _write_block(  # type: ignore[no-untyped-def]
+@triton.jit
+def _write_block(
     row, start, num_columns, log_total, scale, softcap,
-    CAPPED: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr,  # noqa: N803
+    CAPPED: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Replace logits by their gradient, without the target's 1."""
     columns, mask, values = _block(row, start, num_columns, COLUMNS, MASKED)
@@ -75,10 +75,10 @@ def _write_block(  # type: ignore[no-untyped-def]
         tl.store(row + columns, gradient.to(row.dtype.element_ty))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _row_terms(  # type: ignore[no-untyped-def]
+@triton.jit
+def _row_terms(
     logits, targets, losses, correct, num_columns, scale, softcap,
-    CAPPED: tl.constexpr, COLUMNS: tl.constexpr,  # noqa: N803
+    CAPPED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     target, row = tl.load(targets + index), logits + index * num_columns

@@ -5,10 +5,10 @@ The reference is `torch.nn.functional.embedding`; triton.py is its equivalent fo
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import torch.nn.functional as F
 from torch import Tensor
+
+from flatout.kernels.capability import has_triton
 
 
 def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
@@ -16,7 +16,7 @@ def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
 
     The table must be pinned if `ids` are on CUDA. Without triton, the host waits for the ids and copies the rows.
     """
-    if ids.device.type == "cuda" and find_spec("triton") is not None:
+    if has_triton(ids.device):
         from flatout.kernels.host_rows.triton import gather_pinned_rows
 
         return gather_pinned_rows(table, ids)

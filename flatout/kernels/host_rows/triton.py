@@ -10,9 +10,8 @@ from torch import Tensor
 _BLOCK = 1024
 
 
-# triton interprets annotations itself, and writes constants in capitals
-@triton.jit  # type: ignore[untyped-decorator]
-def _gather(table, ids, out, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _gather(table, ids, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(ids + row)

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatout.kernels.capability import HOPPER, capability
+from flatout.kernels.capability import HOPPER, capability, has_triton
 from flatout.kernels.cuda_source import error_of
 from flatout.kernels.fp8_matmul import MULTIPLE
 from flatout.kernels.low_rank import gradient, reference
@@ -30,12 +29,7 @@ MAX_GRADIENT_RANK = 16
 
 def fits(device: torch.device, dtype: torch.dtype, rank: int) -> bool:
     """Whether a kernel multiplies float8 inputs with matrices of this rank; it was measured on Hopper GPUs only."""
-    return (
-        capability(device) == HOPPER
-        and dtype == torch.bfloat16
-        and rank <= MAX_RANK
-        and find_spec("triton") is not None
-    )
+    return capability(device) == HOPPER and dtype == torch.bfloat16 and rank <= MAX_RANK and has_triton(device)
 
 
 @cache
@@ -58,10 +52,9 @@ def low_rank_product(
     The result has the dtype `dtype`. `originals`, which were quantized, are not read. As operands they make the
     compiler write them to memory; otherwise it computes them twice, for the scale and for the bytes.
     """
-    result: Tensor = torch.ops.flatout.low_rank_product(
+    return torch.ops.flatout.low_rank_product(
         list(parts), list(row_scales), terms, scales, list(ranks), dtype, list(originals)
     )
-    return result
 
 
 def lora_weight_grad(
@@ -73,8 +66,7 @@ def lora_weight_grad(
     part e4m3 (T, C) with row_scale fp32 (T, 1) and perhaps column_scale fp32 (C,) is an input or an output's gradient,
     low (T, R) the other factor of the gradient of A or B. The result has the masters' `dtype`.
     """
-    result: Tensor = torch.ops.flatout.lora_weight_grad(part, row_scale, low, column_scale, ranks_first, dtype)
-    return result
+    return torch.ops.flatout.lora_weight_grad(part, row_scale, low, column_scale, ranks_first, dtype)
 
 
 class MatrixCopies:
@@ -82,8 +74,10 @@ class MatrixCopies:
 
     def __init__(self, copies: Sequence[MatrixCopy]) -> None:
         self._copies = tuple(copies)
-        on_gpu = bool(copies) and all(copy.master.is_cuda and copy.master.dtype == torch.float32 for copy in copies)
-        self._has_kernel = on_gpu and find_spec("triton") is not None
+        masters = [copy.master for copy in copies]
+        self._has_kernel = bool(masters) and all(
+            has_triton(master.device) and master.dtype == torch.float32 for master in masters
+        )
         self._written = [own for copy in copies for own in (*copy.targets, copy.terms, copy.scales) if own is not None]
         # of the masters when the kernel was last prepared
         self._addresses: list[int] = []

@@ -68,7 +68,6 @@ def launch(part: Tensor, row_scale: Tensor, low: Tensor, column_scale: Tensor | 
 
 @cache
 def _kernel(device_index: int, num_ranks: int) -> tuple[int, int]:
-    """Return the function, compiled for the current device, which has this index, and its shared memory in bytes."""
     padded = -(-num_ranks // 16) * 16
     # columns of a thread, which keeps their sums of a quarter of the ranks
     vector = next(size for size in (16, 8, 4) if size == 4 or size * padded // 4 <= _MAX_SUMS)

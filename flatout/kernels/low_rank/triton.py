@@ -18,10 +18,10 @@ _COPIED_ROWS, _COPIED_COLUMNS = 16, 256
 _FIELDS = tl.constexpr(17)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _low_rank_product(  # type: ignore[no-untyped-def]
+@triton.jit
+def _low_rank_product(
     part, row_scale, terms, scales, out, num_rows, num_columns, pitch, term_pitch, second, out_pitch, rank,
-    ROWS: tl.constexpr, STEP: tl.constexpr, RANK: tl.constexpr, SECOND_TERM: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr, STEP: tl.constexpr, RANK: tl.constexpr, SECOND_TERM: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     ranks, within = tl.arange(0, RANK), tl.arange(0, STEP)
@@ -63,21 +63,19 @@ def low_rank_product(
 
 
 @triton.jit
-def _values(sources, step, factor, columns, mask):  # type: ignore[no-untyped-def]
+def _values(sources, step, factor, columns, mask):
     return tl.load(sources + columns * step, mask=mask, other=0.0) * factor
 
 
 @triton.jit
-def _divided(values, divisor, columns, mask):  # type: ignore[no-untyped-def]
-    """Return values divided by the divisor of their columns, if there is one."""
+def _divided(values, divisor, columns, mask):
     return values / tl.load(divisor + columns, mask=mask & (divisor.to(tl.int64) != 0), other=1.0)
 
 
-# triton interprets annotations itself, and writes constants in capitals
-@triton.jit  # type: ignore[untyped-decorator]
-def _write_lora_copies(  # type: ignore[no-untyped-def]
+@triton.jit
+def _write_lora_copies(
     table, like,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SECOND_TERM: tl.constexpr, TERMS: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SECOND_TERM: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     entry, num_rows = table + tl.program_id(0) * _FIELDS, tl.load(table + tl.program_id(0) * _FIELDS)
     if tl.program_id(1) * ROWS < num_rows:

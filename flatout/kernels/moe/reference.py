@@ -188,8 +188,7 @@ def row_experts(routing: Routing) -> Tensor:
 
 def grouped_mm(x: Tensor, weight: Tensor, routing: Routing) -> Tensor:
     """Return torch's grouped product of sorted rows `x` (S, K) with `weight` (E, N, K): (S, N)."""
-    product: Tensor = torch._grouped_mm(x, weight.transpose(1, 2), offs=routing.offsets[1:])
-    return product
+    return torch._grouped_mm(x, weight.transpose(1, 2), offs=routing.offsets[1:])
 
 
 def grouped_mm_outer(x: Tensor, dy: Tensor, routing: Routing) -> Tensor:
@@ -218,7 +217,6 @@ def token_rows(x: Tensor, routing: Routing) -> Tensor:
 
 
 def _experts(routing: Routing) -> Iterator[tuple[int, slice]]:
-    """Yield each used expert with its sorted rows; synchronizes with the device."""
     offsets = routing.offsets.tolist()
     for expert, (start, end) in enumerate(pairwise(offsets)):
         if end > start:

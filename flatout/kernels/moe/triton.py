@@ -18,21 +18,14 @@ MIN_COLUMNS = 16
 _WIDE, _NARROW, _WIDE_FP8 = (256, 64, 8, 4), (None, 128, 4, 3), (256, 128, 8, 3)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _product_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _product_kernel(
     x_ptr, weight, out_ptr, row_scale_ptr, column_scale_ptr, low_ptr, low_weight_ptr, order_ptr, offsets_ptr,
     tile_starts_ptr, tile_experts_ptr, num_experts, num_columns, depth, slots_per_row, rank, x_stride,
     low_weight_stride_n, low_weight_stride_r,
-    GATHER: tl.constexpr,  # noqa: N803
-    TRANSPOSED: tl.constexpr,  # noqa: N803
-    ROW_SCALE: tl.constexpr,  # noqa: N803
-    COLUMN_SCALE: tl.constexpr,  # noqa: N803
-    RANK: tl.constexpr,  # noqa: N803
-    EVEN: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
-    DEPTH: tl.constexpr,  # noqa: N803
-    TILES: tl.constexpr,  # noqa: N803
+    GATHER: tl.constexpr, TRANSPOSED: tl.constexpr, ROW_SCALE: tl.constexpr, COLUMN_SCALE: tl.constexpr,
+    RANK: tl.constexpr, EVEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
     tile, column_tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     if tile < tl.load(tile_starts_ptr + num_experts):
@@ -75,14 +68,11 @@ def _product_kernel(  # type: ignore[no-untyped-def]
         tl.store(targets, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _outer_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _outer_kernel(
     wide_ptr, narrow_ptr, out_ptr, order_ptr, offsets_ptr, num_columns, slots_per_row, rank, wide_stride,
     narrow_stride, out_stride_n, out_stride_r,
-    GATHER: tl.constexpr,  # noqa: N803
-    RANK: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
+    GATHER: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(1)
     start, end = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
@@ -104,11 +94,10 @@ def _outer_kernel(  # type: ignore[no-untyped-def]
     tl.store(targets, total.to(out_ptr.dtype.element_ty), mask=is_column[:, None] & (ranks < rank)[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _tiles_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _tiles_kernel(
     offsets_ptr, tile_starts_ptr, tile_experts_ptr, num_experts,
-    ROWS: tl.constexpr,  # noqa: N803
-    EXPERTS: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     experts = tl.arange(0, EXPERTS)
     is_expert = experts < num_experts

@@ -13,11 +13,10 @@ from flatout.kernels.moe.reference import Routing, empty_float8
 _FP8_MAX = tl.constexpr(448.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _sum_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _sum_kernel(
     rows_ptr, inverse_ptr, weights_ptr, end_ptr, out_ptr, num_columns, num_slots,
-    WEIGHTED: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
+    WEIGHTED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -34,8 +33,8 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + token * num_columns + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _input_scales(row, in_scale_ptr, offsets_ptr, num_experts, width, EXPERTS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit
+def _input_scales(row, in_scale_ptr, offsets_ptr, num_experts, width, EXPERTS: tl.constexpr):
     """Return where the scales (width,) of a sorted row's expert start."""
     experts = tl.arange(0, EXPERTS)
     ends = tl.load(offsets_ptr + 1 + experts, mask=experts < num_experts, other=0)
@@ -44,12 +43,10 @@ def _input_scales(row, in_scale_ptr, offsets_ptr, num_experts, width, EXPERTS: t
     return in_scale_ptr + tl.minimum(expert, num_experts - 1).to(tl.int64) * width
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _swiglu_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _swiglu_kernel(
     gate_up_ptr, out_ptr, offsets_ptr, in_scale_ptr, bytes_ptr, scale_ptr, width, num_experts,
-    FLOAT8: tl.constexpr,  # noqa: N803
-    EXPERTS: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
+    FLOAT8: tl.constexpr, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if row < tl.load(offsets_ptr + num_experts):
@@ -67,13 +64,11 @@ def _swiglu_kernel(  # type: ignore[no-untyped-def]
             tl.store(bytes_ptr + row * width + columns, (values / scale).to(bytes_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _swiglu_backward_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _swiglu_backward_kernel(
     gate_up_ptr, grad_ptr, weights_ptr, product_ptr, grad_gate_up_ptr, grad_weights_ptr, offsets_ptr, in_scale_ptr,
     bytes_ptr, scale_ptr, width, num_experts,
-    FLOAT8: tl.constexpr,  # noqa: N803
-    EXPERTS: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
+    FLOAT8: tl.constexpr, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if row < tl.load(offsets_ptr + num_experts):
@@ -105,12 +100,10 @@ def _swiglu_backward_kernel(  # type: ignore[no-untyped-def]
             tl.store(bytes_ptr + ups, (up_values / scale).to(bytes_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _quantize_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _quantize_kernel(
     values_ptr, in_scale_ptr, offsets_ptr, bytes_ptr, scale_ptr, width, num_experts,
-    SCALED: tl.constexpr,  # noqa: N803
-    EXPERTS: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
+    SCALED: tl.constexpr, EXPERTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
@@ -124,10 +117,10 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     tl.store(bytes_ptr + row * width + columns, (values / scale).to(bytes_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _transpose_kernel(  # type: ignore[no-untyped-def]
+@triton.jit
+def _transpose_kernel(
     source_ptr, target_ptr, num_rows, num_columns,
-    TILE: tl.constexpr,  # noqa: N803
+    TILE: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(2).to(tl.int64) * num_rows * num_columns
     rows, columns = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.program_id(1) * TILE + tl.arange(0, TILE)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flatout.kernels.capability import has_triton
 from flatout.kernels.fp8_matmul import has_fp8
 from flatout.kernels.nf4 import reference
 from flatout.kernels.nf4.reference import BLOCK, Nf4Weight, nf4_levels
@@ -42,10 +42,9 @@ def dequantize(
     dense weight in memory.
     """
     fields = [list(column) for column in zip(*weights, strict=True)]
-    result: Tensor = torch.ops.flatout.nf4_dequantize(
+    return torch.ops.flatout.nf4_dequantize(
         *fields, list(scales), list(num_rows), num_columns, dtype, transposed, in_backward
     )
-    return result
 
 
 @cache
@@ -67,9 +66,8 @@ def _dequantize(*arguments: Any) -> Tensor:
     *fields, scales, num_rows, num_columns, dtype, transposed, _ = arguments
     out = _empty(*arguments)
     has_kernel = (
-        out.device.type == "cuda"
+        has_triton(out.device)
         and num_columns % BLOCK == 0
-        and find_spec("triton") is not None
         and (has_fp8(out.device) if dtype == torch.float8_e4m3fn else dtype in _KERNEL_DTYPES)
     )
     parts = (out.t() if transposed else out).split(num_rows)

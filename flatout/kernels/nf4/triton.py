@@ -11,26 +11,12 @@ import triton.language as tl
 from flatout.kernels.nf4.reference import BLOCK, NESTED_BLOCK, Nf4Weight
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _dequantize_kernel(  # type: ignore[no-untyped-def]
-    packed_ptr,
-    absmax_ptr,
-    nested_absmax_ptr,
-    nested_map_ptr,
-    offset_ptr,
-    levels_ptr,
-    scale_ptr,
-    out_ptr,
-    num_rows,
-    blocks_per_row,
-    row_stride,
-    column_stride,
-    IS_SCALED: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803
-    BLOCKS: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    NESTED_BLOCK: tl.constexpr,  # noqa: N803
-):
+@triton.jit
+def _dequantize_kernel(
+    packed_ptr, absmax_ptr, nested_absmax_ptr, nested_map_ptr, offset_ptr, levels_ptr, scale_ptr, out_ptr, num_rows,
+    blocks_per_row, row_stride, column_stride,
+    IS_SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, NESTED_BLOCK: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     row_blocks = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     inside = (rows < num_rows)[:, None] & (row_blocks < blocks_per_row)[None, :]

@@ -67,11 +67,10 @@ def segmented_product(
     `use_kernel` allows the kernel for Hopper GPUs, for operands that `fits`, with at most three parts and three blocks
     (one per adapter). Small results use torch's products all the same, whose tiles are smaller.
     """
-    results: list[Tensor] = torch.ops.flatout.segmented_product(
+    return torch.ops.flatout.segmented_product(
         list(parts), list(weights), list(row_scales), column_scale, low, wide, list(first_columns),
         list(first_ranks) or [0, wide.shape[1]], weights_kn, use_kernel,
     )  # fmt: skip
-    return results
 
 
 def sum_onto(
@@ -79,10 +78,7 @@ def sum_onto(
     column_scale: Tensor | None = None, weights_kn: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return `start` (M, N) plus the frozen products of `Segments`, summed in fp32 and rounded to its dtype."""
-    result: Tensor = torch.ops.flatout.sum_onto(
-        start, list(parts), list(weights), list(row_scales), column_scale, weights_kn
-    )
-    return result
+    return torch.ops.flatout.sum_onto(start, list(parts), list(weights), list(row_scales), column_scale, weights_kn)
 
 
 @cache

@@ -117,6 +117,5 @@ def _describe(target: _Map, tensor: Tensor, box_rows: int) -> None:
 
 @cache
 def _kernel(device_index: int, *, fp8: bool, weights_kn: bool) -> int:
-    """Return the function, compiled for the current device, which has this index."""
     macros = {"FP8": int(fp8), "WEIGHTS_KN": int(weights_kn), "STAGES": _STAGES, "RASTER_ROWS": _RASTER_ROWS}
     return cuda_source.load(Path(__file__).with_name("hopper.cu"), "segmented_product", macros, _SHARED_BYTES)

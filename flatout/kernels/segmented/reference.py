@@ -93,7 +93,6 @@ def _block_in_turn(own: Segments, columns: slice, low: Tensor, wide: Tensor, *, 
 
 
 def _weight_of(weight: Tensor, own: Segments, columns: slice) -> Tensor:
-    """Return a block's rows of a weight as (N_i, K), whichever way the weight lies."""
     return weight[:, columns].T if own.weights_kn else weight[columns]
 
 
