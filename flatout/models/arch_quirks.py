@@ -159,7 +159,6 @@ def whole_document_problem(config: Any) -> str | None:
 
 
 def _rope_kinds(config: Any) -> set[str]:
-    """Return the kinds of rotary embeddings, one for all layers or one for each type of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
     layers = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     return {str(layer["rope_type"]) for layer in layers if layer.get("rope_type")}

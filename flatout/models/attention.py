@@ -132,13 +132,17 @@ def register(implementation: Implementation = "varlen") -> None:
 
     Safe to call again. Models select one by `attn_implementation`, so two models in one process may differ.
     """
+    names: list[Implementation] = ["varlen", "sdpa", "plain", *[implementation][: implementation in _PACKAGES]]
+    for name in names:
+        _register(registered_name(name), _entry(name, *_form(name)), window_marker)
+
+
+def _register(name: str, attention: Callable[..., Any], marker: Callable[..., Tensor | None]) -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    names: list[Implementation] = ["varlen", "sdpa", "plain", *[implementation][: implementation in _PACKAGES]]
-    for name in names:
-        AttentionInterface.register(registered_name(name), _entry(name, *_form(name)))
-        AttentionMaskInterface.register(registered_name(name), window_marker)
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, marker)
 
 
 def register_over_ranks(implementation: Implementation, group: RankGroup) -> str:
@@ -147,9 +151,6 @@ def register_over_ranks(implementation: Implementation, group: RankGroup) -> str
     Layers get a share's keys as `context_keys` (`PackedBatch.keys`); a batch without them is computed as by the form
     itself. A layer with a window must pass it on, however short the share.
     """
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
-
     form, *variants = _form(implementation)
     shared = attention_over_ranks(form, group, is_varlen=implementation == "varlen")
     name = f"{registered_name(implementation)}_over_ranks"
@@ -157,13 +158,11 @@ def register_over_ranks(implementation: Implementation, group: RankGroup) -> str
     def marker(*_: Any, local_size: int | None = None, **__: Any) -> Tensor | None:
         return None if local_size is None else torch.empty(0)
 
-    AttentionInterface.register(name, _entry(implementation, shared, "keys", *variants))
-    AttentionMaskInterface.register(name, marker)
+    _register(name, _entry(implementation, shared, "keys", *variants), marker)
     return name
 
 
 def _form(name: Implementation) -> tuple[Any, *tuple[str, ...]]:
-    """Return the function of a form, and the variants that it supports."""
     if name == "plain":
         return plain_attention, "shared", "sinks", "dropout", "softcap"
     if name == "sdpa":

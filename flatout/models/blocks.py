@@ -136,12 +136,8 @@ def last_states(model: PreTrainedModel, inputs: dict[str, Any], *, with_pictures
             states: torch.Tensor = reader(**{"use_cache": False, **arguments}).last_hidden_state
         return states
     name = next(name for name, module in model.named_modules() if module is head)
-    replace_module(model, name, nn.Identity())
-    try:
-        transformed: torch.Tensor = model(**{"use_cache": False, **inputs}).logits
-    finally:
-        replace_module(model, name, head)
-    return transformed
+    with replaced_modules(model, {name: nn.Identity()}):
+        return model(**{"use_cache": False, **inputs}).logits
 
 
 @contextmanager
@@ -276,7 +272,20 @@ def attention_of_parts(model: PreTrainedModel) -> dict[str, str]:
     return {"": top._attn_implementation} | {name: part._attn_implementation for name, part in parts.items()}
 
 
-def replace_module(root: nn.Module, name: str, module: nn.Module) -> None:
-    """Replace the submodule of `root` with this dotted name by `module`."""
+def replace_module(root: nn.Module, name: str, module: nn.Module | torch.Tensor) -> None:
+    """Replace the submodule, parameter or buffer of `root` with this dotted name by `module`."""
     parent, _, leaf = name.rpartition(".")
     setattr(root.get_submodule(parent), leaf, module)
+
+
+@contextmanager
+def replaced_modules(root: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Replace submodules of `root` by `modules`, by dotted name, in this context."""
+    replaced = {name: root.get_submodule(name) for name in modules}
+    for name, module in modules.items():
+        replace_module(root, name, module)
+    try:
+        yield
+    finally:
+        for name, module in replaced.items():
+            replace_module(root, name, module)

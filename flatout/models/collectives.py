@@ -18,17 +18,14 @@ class RankGroup(NamedTuple):
 
 def all_gather(x: Tensor, group: RankGroup) -> Tensor:
     """Start to gather `x` (T, ...) of all ranks, (N T, ...), which is undefined before `wait`."""
-    gathered: Tensor = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), group.size, group.name)
-    return gathered
+    return torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), group.size, group.name)
 
 
 def reduce_scatter(x: Tensor, group: RankGroup) -> Tensor:
     """Start to sum `x` (N T, ...) over ranks, of which this one gets its (T, ...), undefined before `wait`."""
-    total: Tensor = torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name)
-    return total
+    return torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name)
 
 
 def wait(x: Tensor) -> Tensor:
     """Let the device's stream wait for a started collective; the host does not."""
-    arrived: Tensor = torch.ops._c10d_functional.wait_tensor(x)
-    return arrived
+    return torch.ops._c10d_functional.wait_tensor(x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -59,23 +60,16 @@ def _kind(name: str) -> str:
 def _unreached(loaded: LoadedModel, documents: Sequence[int] | PackedBatch) -> set[str]:
     """Return the trained parameters that are not in the graph of a pass over a batch, or documents of these lengths."""
     model, called = loaded.model, set[nn.Module]()
-    hooks = [
-        module.register_forward_pre_hook(lambda module, _: called.add(module))
-        for module in model.modules()
-        if any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-    ]
-    try:
-        if isinstance(documents, PackedBatch):
-            batch = documents.to(model.device)
-        else:
-            batch = random_batch(model, documents, row_length=max(documents) if loaded.is_padded else None)
-        dropped = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda _: torch.empty(0))
-        autocast = torch.autocast(model.device.type, dtype=loaded.dtype, enabled=loaded.autocast)
-        with evaluating(model), torch.enable_grad(), dropped, autocast:
-            loss = packed_cross_entropy(model, batch).loss_sum
-    finally:
-        for hook in hooks:
-            hook.remove()
+    if isinstance(documents, PackedBatch):
+        batch = documents.to(model.device)
+    else:
+        batch = random_batch(model, documents, row_length=max(documents) if loaded.is_padded else None)
+    dropped = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda _: torch.empty(0))
+    with ExitStack() as hooks, evaluating(model), torch.enable_grad(), dropped, loaded.casting():
+        for module in model.modules():
+            if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+                hooks.enter_context(module.register_forward_pre_hook(lambda module, _: called.add(module)))
+        loss = packed_cross_entropy(model, batch).loss_sum
     leaves = _leaves(loss)
     owners = dict(model.named_modules())
     return {

@@ -127,11 +127,8 @@ class ModelWithLoss(nn.Module):
         weights = [getattr(module, leaf) for module, leaf in self._readers]
         zero = sum(weight.flatten()[:0].sum() for weight in weights)
         embedding = self.model.get_input_embeddings()
-        hook = embedding.register_forward_hook(lambda _, args, embedded: embedded + zero)
-        try:
+        with embedding.register_forward_hook(lambda _, args, embedded: embedded + zero):
             return hidden_states(self.model, batch)
-        finally:
-            hook.remove()
 
 
 Compute = Callable[[ModelWithLoss, PackedBatch], tuple[torch.Tensor, ...]]

@@ -107,37 +107,38 @@ class BatchColumns:
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """T tokens of D concatenated documents, L of them predicted, none from another document.
-
-    `token_ids` and `position_ids` int64 (T,), with positions restarting at 0 in each document; `cu_seqlens` int32
-    (D+1,) the documents' boundaries; `max_seqlen` an upper bound on document length in tokens; `label_rows` int64 (L,)
-    the rows whose next token has loss and `label_ids` int64 (L,) those next tokens; `sample_counts` int64 (T,) how many
-    samples a token belongs to, 0 for padding. With `row_length`, each document is padded on the right to that many
-    tokens, at position 0, and its boundaries are those of its row. `cu_seqlens_cpu` is `cu_seqlens` on the CPU, for a
-    batch that was copied to a GPU. With `shared`, prefixes of several samples are documents of their own, at the start
-    of the stream; the rest of each of these samples is another, whose positions go on after the prefix. With `keys`,
-    the batch is one rank's shard of the tokens, and D counts pieces of documents. `loss_columns` is what the objective
-    reads besides; its own names are properties of the batch. With a `cache` of transformers', documents go on after the
-    tokens that it has seen. `pictures` are what the tower reads of all pictures, in the order of their tokens, by the
-    names of `get_image_features`'s arguments; empty without any, None in a run whose data has none. `axes` int64 (3, T)
-    are positions in time, height and width, for models that count these.
-    """
+    """T tokens of D concatenated documents, L of them predicted, none from another document."""
 
     token_ids: torch.Tensor
+    """int64 (T,)."""
     position_ids: torch.Tensor
+    """int64 (T,), from 0 in each document."""
     cu_seqlens: torch.Tensor
+    """The documents' boundaries, int32 (D+1,)."""
     max_seqlen: int
+    """An upper bound on the tokens of a document."""
     label_rows: torch.Tensor
+    """The rows whose next token has loss, int64 (L,)."""
     label_ids: torch.Tensor
+    """Those next tokens, int64 (L,)."""
     sample_counts: torch.Tensor
+    """How many samples a token belongs to, int64 (T,); 0 for padding."""
     row_length: int | None = None
+    """The tokens to which each document is padded on the right, at position 0; its boundaries are its row's."""
     cu_seqlens_cpu: torch.Tensor | None = None
+    """`cu_seqlens` on the CPU, for a batch that was copied to a GPU."""
     shared: SharedPrefixes | None = None
+    """Prefixes of several samples, documents at the start of the stream; positions of the rest go on after them."""
     keys: KeyPieces | None = None
+    """The keys of a rank's shard of the tokens, of which D counts pieces of documents."""
     loss_columns: BatchColumns | None = None
+    """What the objective reads besides; its names are properties of the batch."""
     cache: Any = None
+    """A cache of transformers', after whose tokens documents go on."""
     pictures: Mapping[str, torch.Tensor] | None = None
+    """What the tower reads of all pictures, by argument of `get_image_features`; None in a run whose data has none."""
     axes: torch.Tensor | None = None
+    """Positions in time, height and width, int64 (3, T), for models that count these."""
 
     @property
     def label_samples(self) -> torch.Tensor:
@@ -290,16 +291,13 @@ def flatten_samples(
     shared: Sequence[tuple[int, int]] = (),
     num_shared_boundaries: int | None = None,
 ) -> PackedBatch:
-    """Concatenate samples into a batch on the CPU, of at least `fill_tokens` tokens; much padding is at position 0.
+    """Concatenate samples (ids (n,), loss mask (n,)) into a batch on the CPU, of at least `fill_tokens` tokens.
 
-    With `num_boundaries` (see `padded_num_boundaries`), the stream is padded to its `packed_size` by an additional
-    document without labels, and the last boundary is repeated to that number. Compiled graphs then fit every batch, and
-    no kernel leaves rows unwritten. The loss does not change.
-
-    Each sample is (token ids (n,), loss mask (n,)): `loss_mask[i]` says whether token i has loss. A document's first
-    token is never predicted, so it never has loss. With `row_length`, each sample is padded to a row of that length.
-    `shared` are prefixes (tokens, samples) of the first samples in their order, which are stored once; with
-    `num_shared_boundaries`, their boundaries are padded to that number, also without any.
+    A document's first token is never predicted, so it never has loss. Much padding is at position 0. With
+    `num_boundaries` (see `padded_num_boundaries`), a document without labels pads the stream to its `packed_size`, and
+    the last boundary is repeated to that number: compiled graphs fit every batch, and no kernel leaves rows unwritten.
+    With `row_length`, each sample is padded to a row of that length. `shared` are prefixes (tokens, samples) of the
+    first samples in their order, which are stored once, with as many boundaries as `num_shared_boundaries` says.
     Raises ValueError for no samples, an empty one, one longer than a row, arrays of different lengths, more
     documents than fit in `num_boundaries`, or a prefix that samples do not share or that predicts a label.
     """
@@ -376,7 +374,6 @@ def _cut_prefixes(
 def _shared_prefixes(
     shared: Sequence[tuple[int, int]], lengths: Sequence[int], num_boundaries: int | None
 ) -> SharedPrefixes | None:
-    """Return the boundaries of prefixes and of their suffixes in a stream of documents of these lengths."""
     if not shared and num_boundaries is None:
         return None
     ends = len(shared) + np.cumsum([0, *(count for _, count in shared)])

@@ -52,7 +52,7 @@ def checking(loaded: LoadedModel, failure: type[PackingError], what: str, *fixes
     """Check `what` of a model in its autocast, without dropout; an error of its own code becomes a `failure`."""
     model = loaded.model
     try:
-        with evaluating(model), torch.autocast(model.device.type, dtype=loaded.dtype, enabled=loaded.autocast):
+        with evaluating(model), loaded.casting():
             yield
     except torch.OutOfMemoryError:
         raise
@@ -125,11 +125,8 @@ def first_states(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
         states = output[0] if isinstance(output, tuple) else output
         captured.append(states.flatten(0, -2))
 
-    hook = decoder_layers(model)[:_NUM_FIRST][-1].register_forward_hook(record)
-    try:
+    with decoder_layers(model)[:_NUM_FIRST][-1].register_forward_hook(record):
         yield captured
-    finally:
-        hook.remove()
 
 
 @contextmanager
@@ -147,9 +144,5 @@ def embedded_tokens(model: PreTrainedModel, change: float = 0.0) -> Iterator[lis
         embedded.append(output.detach().requires_grad_())
         return embedded[0]
 
-    hook = model.get_input_embeddings().register_forward_hook(keep)
-    try:
-        with torch.enable_grad():
-            yield embedded
-    finally:
-        hook.remove()
+    with model.get_input_embeddings().register_forward_hook(keep), torch.enable_grad():
+        yield embedded

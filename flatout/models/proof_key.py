@@ -34,7 +34,6 @@ def process_key(device: torch.device) -> dict[str, Any]:
 
 
 def _device(device: torch.device) -> list[Any]:
-    """Return the name, capability, size and driver of a GPU, or the instruction set of a CPU."""
     if device.type != "cuda":
         return [device.type, platform.machine(), torch.backends.cpu.get_cpu_capability()]
     properties, driver = torch.cuda.get_device_properties(device), ""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from flatout.models.blocks import replace_module
+from flatout.models.blocks import replace_module, replaced_modules
 
 Rotated = Tensor | tuple[Tensor, ...]
 """Cosines and sines (..., T, size), or one complex tensor."""
@@ -37,8 +37,7 @@ class DocumentRope(nn.Module):
         """Rotate: `x` gives dtype and device; `position_ids` (..., T) restart at 0 in each document."""
 
         def rotate(position_ids: Tensor) -> Rotated:
-            rotated: Rotated = self.rotary(x, position_ids, *([] if layer_type is None else [layer_type]))
-            return rotated
+            return self.rotary(x, position_ids, *([] if layer_type is None else [layer_type]))
 
         kind, limit = self.limits.get(layer_type, ("default", 0))
         if kind == "default":
@@ -94,14 +93,8 @@ def length_limits(model: nn.Module) -> set[int]:
 def plain_rope(model: PreTrainedModel) -> Iterator[None]:
     """Use transformers' own rotary embeddings within this context."""
     named = list(model.named_modules(remove_duplicate=False))
-    swapped = {name: module for name, module in named if isinstance(module, DocumentRope)}
-    for name, module in swapped.items():
-        replace_module(model, name, module.rotary)
-    try:
+    with replaced_modules(model, {name: module.rotary for name, module in named if isinstance(module, DocumentRope)}):
         yield
-    finally:
-        for name, module in swapped.items():
-            replace_module(model, name, module)
 
 
 def _limits(rotary: nn.Module) -> dict[str | None, tuple[str, int]]:

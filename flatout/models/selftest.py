@@ -1,18 +1,18 @@
-"""A one-second check at start-up that, for this model, the documents of a batch do not affect each other."""
+"""One-second checks at start-up that, for this model, documents do not affect each other and may share prefixes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from flatout.errors import Fix, NumericError, PackingError, UsageError, first_line
+from flatout.errors import Fix, NumericError, PackingError, SharedPrefixError, UsageError, first_line
 from flatout.models.arch_quirks import WINDOW_FIELDS, packed_hybrid
 from flatout.models.blocks import (
     TRANSFORMERS_ATTENTION,
@@ -21,16 +21,18 @@ from flatout.models.blocks import (
     last_states,
     model_inputs,
 )
+from flatout.models.context.shard import MIN_CHUNK_TOKENS, ContextShard
 from flatout.models.load.auto_class import is_scoring
 from flatout.models.load.model import LoadedModel
 from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import PackedBatch, flatten_samples
-from flatout.models.prefix_check import check_shared_prefixes
 from flatout.models.probe import (
     MAX_LONG_TOKENS,
     PROBE_LENGTHS,
     checking,
     embedded_tokens,
+    evaluating,
+    first_states,
     has_experts,
     random_batch,
     relative_error,
@@ -44,8 +46,19 @@ from flatout.models.token_head import TokenHead
 _TOLERANCES = {("sdpa", torch.float64): 1e-10, ("eager", torch.float64): 1e-5}
 _FLOAT32_TOLERANCE = 1e-4
 OFF_WIDTH = 1e-6  # rope's float32 cosines vary at lengths off the SIMD width
+_NO_INTERFACE = "its attention does not go through transformers' attention interface"
+T = TypeVar("T")
 # the largest logit with which the head is compared: far beyond the caps of known models
 _AMPLIFIED = 1000.0
+_UNSHARED = Fix({"batch.share_prefix": "off"})
+# tokens of a prefix (0: none), and what follows in each of its samples
+_PREFIXES = ((8, (6, 3, 11)), (5, (2, 9)), (0, (6,)))
+_PREFIX_TOKENS = sum(prefix_tokens + sum(lengths) for prefix_tokens, lengths in _PREFIXES)
+# of states after the first layers; those that have nothing in common differ by about 1.4
+_STATE_LIMITS = {torch.float64: 1e-6, torch.float32: 1e-4}
+_16_BIT_LIMIT, _FLOAT8_LIMIT, _MOST = 0.1, 0.2, 0.5
+# what the embedded tokens are changed by to see what rounding does: the last bit of bf16
+_ROUNDING = 1 / 256
 
 
 def prove_layout(
@@ -72,18 +85,17 @@ def prove_layout(
 def check_packing(loaded: LoadedModel, *, longest: int = 0) -> str:
     """Check packing on four small documents; return a line for the console.
 
-    Checks that (1) packed logits equal those of each document alone with transformers' own attention, within 1e-10
-    (fp64), 1e-4 (fp32), or in 16 bit three times the difference between transformers' sdpa and eager attention; (2)
-    changing one document leaves the logits of the others bitwise equal, or with experts, which are grouped over all
-    tokens of a batch, within the tolerance of (1); (3) the head's logits equal the whole model's, also
-    where they are large, and its loss equals cross-entropy over them.
-    If `longest`, the tokens of the run's longest document, exceeds a limit in the model's config (a window, or the
-    length beyond which rope changes its frequencies), (1) is repeated on the last hidden states with a document between
-    short ones, up to twice as long as the limit but no longer than `longest` or 16,384 tokens.
-    Rows are checked alike; changing their padding must not change anything either, and (1) has a limit of at least 1e-6
-    and, in 16 bit, of three times what transformers' own padded rows differ.
-    The model's mode and the random state do not change. Raises PackingError with the model type if the layout is not
-    exact, NumericError if its logits are not finite.
+    (1) Packed logits equal those of each document alone with transformers' own attention: within 1e-10 (fp64), 1e-4
+    (fp32), or in 16 bit three times the difference of transformers' sdpa and eager attention.
+    (2) Changing one document leaves the logits of the others bitwise equal; with experts, which are grouped over all
+    tokens of a batch, within the tolerance of (1).
+    (3) The head's logits equal the whole model's, also where they are large, and its loss is cross-entropy over them.
+
+    If the run's longest document, of `longest` tokens, exceeds a window or a limit of rope, (1) is repeated on the last
+    hidden states with a document of up to twice the limit, at most `longest` or 16,384 tokens, between short ones.
+    Rows are checked alike: their padding must not matter, and (1) allows at least 1e-6 and, in 16 bit, three times what
+    transformers' own padded rows differ. Raises PackingError if the layout is not exact, and NumericError for logits
+    that are not finite.
     """
     model = loaded.model
     with checking(loaded, PackingError, f"{_kind(loaded)} documents"), torch.no_grad():
@@ -156,11 +168,8 @@ def _check_head(loaded: LoadedModel, batch: PackedBatch, logits: torch.Tensor, i
     unknown = "it transforms the logits in a way that flatout does not support; choose a different model"
     head, states = model.get_output_embeddings(), hidden_states(model, batch)
     factor = _AMPLIFIED / float(head(states).abs().amax().clamp_min(torch.finfo(torch.float32).tiny))
-    hook = head.register_forward_hook(lambda module, args, output: output * factor)
-    try:
+    with head.register_forward_hook(lambda module, args, output: output * factor):
         expected, ours = _logits(model, batch)[is_real], widened(TokenHead(model, len(states)).logits(states)[is_real])
-    finally:
-        hook.remove()
     if expected.shape != ours.shape:
         raise UsageError(f"model type {kind} has {expected.shape[-1]} logits, but its head {ours.shape[-1]}; {unknown}")
     error = relative_error(ours, expected.to(ours.dtype), has_experts(model), PROBE_LENGTHS)
@@ -176,7 +185,6 @@ def _check_head(loaded: LoadedModel, batch: PackedBatch, logits: torch.Tensor, i
 
 
 def _check_scores(loaded: LoadedModel, batch: PackedBatch, is_real: torch.Tensor) -> None:
-    """Compare scores with those of transformers' own forward pass of each document."""
     model, head = loaded.model, ScoreHead(loaded.model)
     ends = torch.tensor(PROBE_LENGTHS).cumsum(0)
     documents, states = batch.token_ids[is_real].split(PROBE_LENGTHS), hidden_states(model, batch)[is_real]
@@ -215,13 +223,9 @@ def _check_long(loaded: LoadedModel, limits: list[int], num_tokens: int, toleran
     batch = random_batch(model, lengths, row_length=max(lengths) if loaded.is_padded else None)
     real = _real(batch, lengths)
     ours = widened(hidden_states(model, batch)[real])
-    # eager attention materializes its scores, so it is only the fallback
-    for name in ("sdpa", "eager"):
-        with transformers_attention(model, name) as usable:
-            if usable:
-                documents = batch.token_ids[real].split(lengths)
-                states = [last_states(model, {"input_ids": ids[None]})[0] for ids in documents]
-                break
+    documents = batch.token_ids[real].split(lengths)
+    with own_attention(model):
+        states = [last_states(model, {"input_ids": ids[None]})[0] for ids in documents]
     # the tokens beyond the first limit are compared separately
     parts = (8, limits[0], num_tokens - limits[0], 19, 3)
     error = relative_error(ours, widened(torch.cat(states)), has_experts(model), parts)
@@ -246,12 +250,10 @@ def _outputs(model: PreTrainedModel, inputs: Mapping[str, Any]) -> torch.Tensor:
     """Return logits (B, S, V); of a model that scores, what its head reads, as its own outputs are of last tokens."""
     if is_scoring(model.config):
         return last_states(model, dict(inputs))
-    logits: torch.Tensor = model(use_cache=False, **inputs).logits
-    return logits
+    return model(use_cache=False, **inputs).logits
 
 
 def _real(batch: PackedBatch, lengths: Sequence[int]) -> torch.Tensor:
-    """Return the indices in the stream of the documents' own tokens."""
     starts = batch.cu_seqlens[: len(lengths)].tolist()
     parts = [torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
     return torch.cat(parts).to(batch.token_ids.device)
@@ -268,25 +270,24 @@ def _single_document_logits(loaded: LoadedModel, batch: PackedBatch) -> tuple[to
     """
     model, documents = loaded.model, batch.token_ids[_real(batch, PROBE_LENGTHS)].split(PROBE_LENGTHS)
     rows = torch.stack([F.pad(ids, (0, sum(PROBE_LENGTHS) - len(ids))) for ids in documents])
-    padded, results = {}, {}
-    for name in TRANSFORMERS_ATTENTION:
-        with transformers_attention(model, name) as usable:
-            if usable:
-                logits = _outputs(model, {"input_ids": rows})
-                results[name] = padded[name] = widened(torch.cat([logits[i, :n] for i, n in enumerate(PROBE_LENGTHS)]))
-                if loaded.is_padded:
-                    logits_alone = [_outputs(model, {"input_ids": ids[None]})[0] for ids in documents]
-                    results[name] = widened(torch.cat(logits_alone))
-    if not results:
-        raise ValueError("its attention does not go through transformers' attention interface")
-    trusted = "sdpa" if "sdpa" in results else "eager"
+
+    def compute() -> tuple[torch.Tensor, torch.Tensor]:
+        logits = _outputs(model, {"input_ids": rows})
+        padded = widened(torch.cat([logits[i, :n] for i, n in enumerate(PROBE_LENGTHS)]))
+        if not loaded.is_padded:
+            return padded, padded
+        return widened(torch.cat([_outputs(model, {"input_ids": ids[None]})[0] for ids in documents])), padded
+
+    results = by_attention(model, compute)
+    trusted = next(iter(results))
+    single, padded = results[trusted]
 
     def noise() -> float:
-        others = (results["eager"], padded[trusted])
-        return max(relative_error(results[trusted], other, has_experts(model), PROBE_LENGTHS) for other in others)
+        others = (results["eager"][0], padded)
+        return max(relative_error(single, other, has_experts(model), PROBE_LENGTHS) for other in others)
 
     tolerance = tolerance_of(trusted, loaded.dtype, noise)
-    return results[trusted], max(tolerance, OFF_WIDTH) if loaded.is_padded else tolerance
+    return single, max(tolerance, OFF_WIDTH) if loaded.is_padded else tolerance
 
 
 def tolerance_of(trusted: str, dtype: torch.dtype, noise: Callable[[], float]) -> float:
@@ -294,6 +295,21 @@ def tolerance_of(trusted: str, dtype: torch.dtype, noise: Callable[[], float]) -
     if dtype.itemsize > 2:
         return _TOLERANCES.get((trusted, dtype), _FLOAT32_TOLERANCE)
     return max(3 * noise(), 4 * torch.finfo(dtype).eps)
+
+
+def by_attention(model: PreTrainedModel, compute: Callable[[], T]) -> dict[str, T]:
+    """Return what `compute` returns with each of transformers' own attentions, the most trusted first.
+
+    Raises ValueError for a model that supports none.
+    """
+    results: dict[str, T] = {}
+    for name in TRANSFORMERS_ATTENTION:
+        with transformers_attention(model, name) as usable:
+            if usable:
+                results[name] = compute()
+    if not results:
+        raise ValueError(_NO_INTERFACE)
+    return results
 
 
 @contextmanager
@@ -304,7 +320,7 @@ def own_attention(model: PreTrainedModel) -> Iterator[None]:
             if usable:
                 yield
                 return
-    raise ValueError("its attention does not go through transformers' attention interface")
+    raise ValueError(_NO_INTERFACE)
 
 
 @contextmanager
@@ -320,10 +336,99 @@ def transformers_attention(model: PreTrainedModel, name: str) -> Iterator[bool]:
 
 
 def _sets(model: PreTrainedModel, name: str) -> bool:
-    """Set transformers' own attention; return whether this model supports it."""
     config = model.config.get_text_config()
     if name == "sdpa" and getattr(config, "attn_logit_softcapping", None):
         return False
     with suppress(ValueError):
         model.set_attn_implementation(name)
     return bool(config._attn_implementation == name)
+
+
+def check_shared_prefixes(loaded: LoadedModel) -> str:
+    """Check that samples that share prefixes have the states and gradients that they have without; return a line.
+
+    Compares, after the first layers, the states that predict labels, and their gradient with respect to the embedded
+    tokens, added up over a token's copies: within 1e-6 (fp64, as norms compute in fp32), 1e-4 (fp32), or in 16 bit 0.1
+    or three times what rounding does, if that is more but below 0.5: the difference after random changes of the
+    embedded tokens by up to one part in 256. Raises SharedPrefixError.
+    """
+    model = loaded.model
+    with checking(loaded, SharedPrefixError, "shared prefixes", _UNSHARED):
+        shared, apart = _prefix_batches(model)
+        true = _states_and_gradient(model, apart)
+        errors = _errors(model, _states_and_gradient(model, shared), true)
+        limits = [_STATE_LIMITS.get(loaded.dtype, _16_BIT_LIMIT)] * 2
+        if loaded.dtype.itemsize == 2:
+            rounded = _errors(model, _states_and_gradient(model, apart, change=_ROUNDING), true)
+            limits = [max(limit, min(3 * error, _MOST)) for limit, error in zip(limits, rounded, strict=True)]
+    if not all(error <= limit for error, limit in zip(errors, limits, strict=True)):
+        raise SharedPrefixError(
+            f"model type {model.config.model_type}: shared prefixes change hidden states by {errors[0]:.1e} (limit "
+            f"{limits[0]:.1e}), gradients by {errors[1]:.1e} (limit {limits[1]:.1e}); attention {loaded.attention}",
+            [_UNSHARED],
+        )
+    return f"; shared prefixes = unshared within {errors[0]:.1e}, gradients {errors[1]:.1e}"
+
+
+def _prefix_batches(model: PreTrainedModel) -> tuple[PackedBatch, PackedBatch]:
+    """Return the same samples with shared prefixes and without; tokens differ, but for padding and copies."""
+    num_embeddings = model.get_input_embeddings().weight.shape[0]
+    token_ids = np.random.default_rng(0).permutation(num_embeddings - 1)[:_PREFIX_TOKENS] + 1
+    samples, start = [], 0
+    for prefix_tokens, lengths in _PREFIXES:
+        prefix, start = token_ids[start : start + prefix_tokens], start + prefix_tokens
+        for length in lengths:
+            ids, start = np.concatenate([prefix, token_ids[start : start + length]]), start + length
+            samples.append((ids, np.arange(len(ids)) > prefix_tokens))
+    shared = [(prefix_tokens, len(suffixes)) for prefix_tokens, suffixes in _PREFIXES if prefix_tokens]
+    # both of a multiple of the SIMD width
+    batches = (flatten_samples(samples, fill_tokens=128, shared=prefixes) for prefixes in (shared, ()))
+    sharing, unshared = (batch.to(model.device) for batch in batches)
+    return sharing, unshared
+
+
+def _errors(model: PreTrainedModel, ours: Sequence[torch.Tensor], true: Sequence[torch.Tensor]) -> list[float]:
+    experts = has_experts(model)
+    return [relative_error(mine, other, experts, [len(other)]) for mine, other in zip(ours, true, strict=True)]
+
+
+def _states_and_gradient(
+    model: PreTrainedModel, batch: PackedBatch, *, change: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the label rows' states after the first layers (L, D), and a gradient of theirs by token id (ids, D).
+
+    See `embedded_tokens` for `change`.
+    """
+    with first_states(model) as captured, embedded_tokens(model, change) as embedded:
+        hidden_states(model, batch)
+        states = captured[0][batch.label_rows]
+        direction = torch.randn(states.shape, generator=torch.Generator().manual_seed(0)).to(states)
+        (gradient,) = torch.autograd.grad(states, embedded, direction)
+    ids, places = batch.token_ids.unique(return_inverse=True)
+    by_token = widened(gradient.new_zeros(len(ids), gradient.shape[-1])).index_add(0, places, widened(gradient[0]))
+    return widened(states.detach()), by_token
+
+
+def check_shard(loaded: LoadedModel, shard: ContextShard, *, fp8: bool = False) -> tuple[float, float]:
+    """Return by how much a rank's shard of a micro-batch differs from the whole after the first layers, and a limit.
+
+    The micro-batch has documents that are cut and some that are not. `fp8`: products are in float8, whose scales may
+    depend on all tokens of a pass. Collective over the ranks that share it; the model's mode and the random state do
+    not change.
+    """
+    model = loaded.model
+    # float8 products need multiples of 16 tokens
+    lengths = (3, 2 * shard.num_shards * MIN_CHUNK_TOKENS + 5, 150, 34)
+    number = shard.num_boundaries(len(lengths)) if model.device.type == "cuda" else None
+    batch = random_batch(model, lengths)
+    on_host = batch.to(torch.device("cpu"))
+    numbered = shard.of(replace(on_host, token_ids=torch.arange(batch.num_tokens)), number)
+    real_rows = torch.nonzero(numbered.sample_counts).flatten().to(model.device)
+    with evaluating(model), torch.no_grad(), loaded.casting(), first_states(model) as states:
+        hidden_states(model, batch)
+        hidden_states(model, shard.of(on_host, number).to(model.device))
+    plain = widened(states[0]).index_select(0, numbered.token_ids.to(model.device)[real_rows])
+    ours = widened(states[1])[real_rows]
+    # in fp64, rope's float32 cosines vary at lengths off the SIMD width
+    limit = _STATE_LIMITS.get(loaded.dtype, _16_BIT_LIMIT)
+    return relative_error(ours, plain, has_experts(model), (len(real_rows),)), max(limit, _FLOAT8_LIMIT if fp8 else 0.0)

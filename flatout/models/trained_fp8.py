@@ -1,4 +1,4 @@
-"""Full fine-tuning with fp8 products: TrainedFp8Linear or torchao's Float8Linear, grouped products for experts."""
+"""fp8 products of 16-bit weights: in full fine-tuning, and for input gradients of frozen layers (`base.backward`)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from transformers import PreTrainedModel
 
 from flatout.config.model import CompileMode
 from flatout.errors import Fix, ResourceError, UsageError, install
-from flatout.kernels.fp8_matmul import MULTIPLE, has_fp8, quantize_rows, scaled_product
-from flatout.models.blocks import decoder_layers
+from flatout.kernels.fp8_matmul import MULTIPLE, fp8_problem, has_fp8, quantize_rows, scaled_product
+from flatout.models.blocks import decoder_layers, replace_module
 from flatout.models.experts.block import MATMUL, experts_modules, is_grouped
 from flatout.models.frozen.frozen_experts import CAST_TO_FP8
+from flatout.models.frozen.frozen_linear import Fp8BackwardLinear
+from flatout.models.lora.saved import SavedModule
 
 # names of the linear layers that choose experts
 _ROUTERS = ("gate", "router")
@@ -77,12 +79,10 @@ def convert_to_float8(
 ) -> str:
     """Convert the layers of `fitting_linears` and the experts of `experts_to_float8`; return a line for the console.
 
-    Scales are computed each time (arXiv:2209.05433). fp8 is torchao's: all three products, one scale per tensor (e4m3;
-    output gradients e5m2), and if the run `shards` state, weights are gathered in fp8. fp8_rowwise is
-    `TrainedFp8Linear`: output and input gradient, one scale per row (e4m3), weight gradients in the compute dtype, in
-    which weights are also gathered. Experts compute as fp8_rowwise with both. Weights keep their dtype. Call it before
-    compiling the layers: uncompiled, the casts cost more than fp8 gains.
-    Raises like `find_float8`, and UsageError for fp8 without torchao.
+    fp8 is torchao's: all three products, one scale per tensor (e4m3; output gradients e5m2), and if the run `shards`
+    state, weights are gathered in fp8. fp8_rowwise is `TrainedFp8Linear`: output and input gradient, one scale per row
+    (e4m3). Experts compute as fp8_rowwise with both. Weights keep their dtype. Call it before compiling the layers:
+    uncompiled, the casts cost more than fp8 gains. Raises like `find_float8`, and UsageError for fp8 without torchao.
     """
     fitting, num_others, num_experts = find_float8(model, compute, compile_mode=compile_mode)
     if is_rowwise := compute == "fp8_rowwise":
@@ -180,5 +180,42 @@ def experts_to_float8(model: PreTrainedModel) -> int:
 
 
 def _inner_modules(model: PreTrainedModel) -> set[nn.Module]:
-    """Return all modules between the first and the last decoder layer, which are the most sensitive to rounding."""
     return {module for layer in decoder_layers(model)[1:-1] for module in layer.modules()}
+
+
+def convert_backward_to_float8(model: PreTrainedModel) -> str:
+    """Replace the decoder's frozen linear layers by `Fp8BackwardLinear`; return a line for the console.
+
+    Call it after adapters are added and before layers are fused. The head, modules that are trained in full, layers
+    narrower than 16 (gates of experts) and fused experts stay as they are. Raises ResourceError if the GPU or the width
+    of another layer does not support float8 products, and UsageError if no layer is replaced.
+    """
+    converted: list[Fp8BackwardLinear] = []
+    num_narrow = 0
+    for layer in decoder_layers(model):
+        saved = [module for module in layer.modules() if isinstance(module, SavedModule)]
+        trained = {module for wrapper in saved for module in wrapper.modules()}
+        for path, linear in list(layer.named_modules()):
+            if type(linear) is not nn.Linear or linear in trained:
+                continue
+            if min(linear.weight.shape) < MULTIPLE:
+                num_narrow += 1
+                continue
+            if problem := fp8_problem(linear.weight.device, *linear.weight.shape):
+                raise ResourceError(f"base.backward: {problem}", [Fix({"base.backward": "same"})])
+            converted.append(Fp8BackwardLinear(linear))
+            replace_module(layer, path, converted[-1])
+    if not converted:
+        raise UsageError(
+            f"base.backward: fp8 needs frozen linear layers of a width of {MULTIPLE} or more, which this decoder lacks",
+            [Fix({"base.backward": "same"})],
+        )
+    num_bytes = sum(linear.transposed.nbytes + linear.column_scale.nbytes for linear in converted)
+    line = (
+        f"{len(converted)} linear layers compute input gradients in fp8; their copies take {num_bytes / 2**30:.2f} GiB"
+    )
+    if num_narrow:
+        line += f"; {num_narrow} are too narrow and stay as they are"
+    if num_experts := len(experts_modules(model)):
+        line += f"; experts of {num_experts} layers stay in {str(model.dtype).removeprefix('torch.')} in both passes"
+    return line

@@ -16,8 +16,7 @@ from flatout.objectives.protocol import COUNTED, Metric, Objective
 def load_objective(config: ObjectiveConfig) -> Objective:
     """Return the objective of these settings. Raises UsageError for a file or class that cannot be used."""
     if config.path is None:
-        made: Objective = class_of_kind(config.kind).of(config.fields)
-        return made
+        return class_of_kind(config.kind).of(config.fields)
     own = OwnCode.read(config.path, "objective.path", "objective")
     kind, name, file = own.load(), own.name, own.path
     if not (isinstance(kind, type) and issubclass(kind, Objective)):
@@ -34,7 +33,6 @@ def load_objective(config: ObjectiveConfig) -> Objective:
 
 
 def _check(kind: type[Objective], where: str) -> None:
-    """Raise UsageError for class variables that no plan can follow."""
     if kind.__init__ is not Objective.__init__:
         raise UsageError(f"{where}: it has an __init__; write settings as fields instead, such as beta: float = 0.1")
     for what, value, expected in chain(_wrong_variables(kind), _wrong_metrics(kind)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,48 +40,10 @@ def target_losses(logits: Tensor, ids: Tensor) -> Tensor:
     return others.logaddexp(others.new_zeros(()))
 
 
-class Batch(Protocol):
-    """What is read of a packed batch (`models.packed.PackedBatch`)."""
-
-    @property
-    def label_rows(self) -> Tensor: ...
-
-    @property
-    def label_ids(self) -> Tensor: ...
-
-    @property
-    def label_samples(self) -> Tensor: ...
-
-    @property
-    def sample_units(self) -> Tensor: ...
-
-    @property
-    def num_samples(self) -> int: ...
-
-    @property
-    def num_units(self) -> int: ...
-
-    @property
-    def num_label_tokens(self) -> int: ...
-
-    @property
-    def last_rows(self) -> Tensor: ...
-
-    @property
-    def columns(self) -> Mapping[str, Tensor]: ...
-
-
-class Head(Protocol):
-    """What is called of an output head (`models.token_head.TokenHead`)."""
-
-    def cross_entropy(self, rows: Tensor, ids: Tensor) -> LossSums:
-        """Return sums over rows."""
-
-    def token_losses(self, rows: Tensor, ids: Tensor) -> TokenLosses:
-        """Return the losses of rows."""
-
-    def summed(self, losses: TokenLosses) -> LossSums:
-        """Return the sums of losses of rows, as `cross_entropy` adds them."""
+Batch: TypeAlias = Any
+"""A `models.packed.PackedBatch`, of which label rows, samples, units and columns are read."""
+Head: TypeAlias = Any
+"""A `models.token_head.TokenHead`, whose `cross_entropy`, `token_losses` and `summed` are called."""
 
 
 class LossInputs:
@@ -178,7 +140,7 @@ class LabelTokens(LossInputs):
 
     @cached_property
     def _losses(self) -> TokenLosses:
-        losses = self.head.token_losses(self.hidden_states, self.token_ids)
+        losses: TokenLosses = self.head.token_losses(self.hidden_states, self.token_ids)
         self.kept_losses = losses.losses
         return losses
 
@@ -194,9 +156,12 @@ class LabelTokens(LossInputs):
 
     def cross_entropy(self) -> LossSums:
         """Return the sum of -logprobs and that of is_correct; also a trained head takes one pass for it."""
-        if self.keeps_losses:
-            return self.head.summed(self._losses)
-        return self.head.cross_entropy(self.hidden_states, self.token_ids)
+        sums: LossSums = (
+            self.head.summed(self._losses)
+            if self.keeps_losses
+            else self.head.cross_entropy(self.hidden_states, self.token_ids)
+        )
+        return sums
 
     def nothing(self) -> Tensor:
         """See LossInputs."""

@@ -15,8 +15,7 @@ from flatout.models.attention import choose_attention, register, registered_name
 from flatout.models.blocks import attention_of_parts
 from flatout.models.model_with_loss import next_logits
 from flatout.models.packed import PackedBatch
-from flatout.models.picture_check import read_with_own_attention
-from flatout.models.pictures import PicturePacker
+from flatout.models.pictures import PicturePacker, read_with_own_attention
 
 # mean difference of log-probabilities with a cache to those without: both add the same terms in another order
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}

@@ -22,18 +22,17 @@ from flatout.models.blocks import decoder_layers
 from flatout.models.collectives import RankGroup
 from flatout.models.compile.layers import CompileOptions, CompileOutcome, compile_layers
 from flatout.models.compile.recompute import apply_recompute, compiling_with
-from flatout.models.context.check import check_shard
 from flatout.models.context.shard import ContextShard
 from flatout.models.experts.block import experts_modules
 from flatout.models.experts.parallel import slice_experts
 from flatout.models.experts.router import Routers
-from flatout.models.frozen.fp8_backward import convert_backward_to_float8
 from flatout.models.frozen.frozen_experts import Fp8Experts
 from flatout.models.load.model import LoadedModel
 from flatout.models.lora.fused import FusedLayers, fuse_layers
 from flatout.models.lora.layer import trainable_parameters
 from flatout.models.model_with_loss import ModelWithLoss, prepare_head
-from flatout.models.trained_fp8 import compute_scales_after_updates, convert_to_float8
+from flatout.models.selftest import check_shard
+from flatout.models.trained_fp8 import compute_scales_after_updates, convert_backward_to_float8, convert_to_float8
 from flatout.optim.build import layer_norm_parameters, make_optimizer
 from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
 from flatout.parallel.rank import Rank
@@ -296,7 +295,7 @@ def compile_model(
             sizes += count_sizes(planned.kl_pairs.plan, rank_index, size_buckets=loader.size_buckets)
         if num_graphs := prepare_attention(loaded.attention, sizes, loader.num_boundaries):
             reporter.stage("compile", f"{num_graphs} {loaded.attention} graphs for the plan's sizes")
-        with torch.autocast(loaded.model.device.type, dtype=loaded.dtype, enabled=loaded.autocast):
+        with loaded.casting():
             prepare_head(loaded.model, HEAD_TILE_ROWS[planned.memory.recompute])
     if recompute in ("selective", "budget") and not compiled.is_complete:
         apply_recompute(loaded.model, "full")

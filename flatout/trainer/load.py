@@ -21,7 +21,7 @@ from flatout.models.load.model import LoadedModel, Loading, load_model, weight_d
 from flatout.models.load.sharded import DeferredWeights
 from flatout.models.lora.adapter import adapter_config
 from flatout.models.masters import Dither
-from flatout.models.picture_check import batch_of, check_pictures, read_with_own_attention
+from flatout.models.pictures import batch_of, check_pictures, read_with_own_attention
 from flatout.models.selftest import prove_layout
 from flatout.parallel.control_group import ControlGroup
 from flatout.track.callback import Reporter
@@ -86,7 +86,7 @@ def load_trainable(setup: Setup) -> LoadedModel:
 
 
 def _prove(setup: Setup, loaded: LoadedModel) -> tuple[LoadedModel, str]:
-    """Prove layout and pictures as `selftest.py` and `picture_check.py` do; return the model, and a line about it.
+    """Prove layout and pictures as `selftest.py` and `pictures.py` do; return the model, and a line about it.
 
     If the proof fails on one rank, it fails on all: they must plan again.
     """

@@ -22,8 +22,7 @@ from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import load_tokenizer
 from flatout.errors import DataError, Fix, UsageError
 from flatout.models.packed import PackedBatch
-from flatout.models.picture_check import PictureDocument
-from flatout.models.pictures import PicturePacker
+from flatout.models.pictures import PictureDocument, PicturePacker
 from flatout.planner.parallel_layout import ParallelLayout
 from flatout.planner.settings import PlanSettings
 from flatout.planner.shape import ModelShape

@@ -24,7 +24,6 @@ from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import new_token_ids
 from flatout.models.blocks import replace_module
 from flatout.models.frozen.frozen_linear import Fp8Linear, Nf4Linear
-from flatout.models.hidden_dtype import narrow_hidden_states
 from flatout.models.load.inference import load_for_inference
 from flatout.models.load.model import Loading, load_model, resolve_precision
 from flatout.models.lora.adapter import load_adapter, save_adapter
@@ -37,6 +36,7 @@ from flatout.models.lora.layer import (
     trainable_parameters,
 )
 from flatout.models.lora.saved import grow_vocabulary, rows_of_tokens
+from flatout.models.masters import narrow_hidden_states
 from flatout.models.rope import length_limits
 from flatout.models.scoring import Scoring
 from flatout.trainer.picture_inputs import PictureMaker, processor_of

@@ -137,4 +137,5 @@ class _PlainLabels(LabelTokens):
     @property
     def hidden_states(self) -> Tensor:
         """Unused by a head that knows its losses."""
-        return self.batch.label_rows
+        rows: Tensor = self.batch.label_rows
+        return rows

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from flatout.cli.verbs import VERBS
 from flatout.config.objective import OBJECTIVES
+from flatout.config.optim import OPTIMIZERS
 from flatout.config.parallel import STRATEGIES
 from flatout.track.trackers import TRACKERS
 
@@ -52,7 +53,7 @@ HOOKS = {
 }
 HOOKS |= {"get_data", "get_filename"}
 # the median function has this many lines: neither crumbs nor scrolls
-LEAST_MEDIAN_LINES, MOST_MEDIAN_LINES = 9, 16
+LEAST_MEDIAN_LINES, MOST_MEDIAN_LINES = 8, 16
 
 # functions with more parameters than a reader keeps in mind; lower the number when one has become narrower
 MOST_PARAMETERS, MAX_WIDE_FUNCTIONS = 7, 9
@@ -75,10 +76,10 @@ MAX_PACKAGE_LINES = {
     "eval": 500,
     "export": 1_000,
     "io": 2_500,
-    "kernels": 4_500,
+    "kernels": 4_000,
     "launch": 1_500,
     "models": 9_500,
-    "objectives": 1_500,
+    "objectives": 1_000,
     "optim": 1_000,
     "parallel": 2_000,
     "planner": 3_500,
@@ -185,6 +186,8 @@ def test_no_definition_that_only_tests_use():
     entry_points |= {f"flatout/parallel/strategies/{module}.py: {name}" for module, name in classes}
     kinds = (class_path.split(".") for class_path in OBJECTIVES.values())
     entry_points |= {f"flatout/objectives/{module}.py: {name}" for module, name in kinds}
+    makers = (traits.make.split(".") for traits in OPTIMIZERS.values())
+    entry_points |= {f"flatout/optim/{module}.py: {name}" for module, name in makers}
     trackers = (class_path.rpartition(".") for _, class_path in TRACKERS.values())
     entry_points |= {f"{module.replace('.', '/')}.py: {name}" for module, _, name in trackers}
     assert unused - entry_points == set(KNOWN_UNUSED), "delete what nothing uses, tests aside, or use it"

@@ -20,12 +20,12 @@ from flatout.models.attention import register_over_ranks
 from flatout.models.collectives import RankGroup
 from flatout.models.compile.layers import CompileOptions, compile_layers
 from flatout.models.context.attention import attention_over_ranks
-from flatout.models.context.check import check_shard
 from flatout.models.context.shard import ContextShard
 from flatout.models.load.model import Loading, load_model
 from flatout.models.lora.layer import add_lora, trainable_parameters
 from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import KeyPieces, flatten_samples
+from flatout.models.selftest import check_shard
 
 # queries and keys of each piece: a whole document, the middle and the end of one, a single query
 QUERIES, KEYS = (13, 5, 4, 1, 2), (13, 9, 30, 7, 2)

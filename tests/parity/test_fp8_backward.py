@@ -11,11 +11,11 @@ from flatout.config.read import make_config
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.errors import ResourceError, UsageError
 from flatout.models.blocks import decoder_layers
-from flatout.models.frozen.fp8_backward import convert_backward_to_float8
 from flatout.models.frozen.frozen_linear import Fp8BackwardLinear
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import fuse_layers
 from flatout.models.lora.layer import add_lora, lora_layers, trainable_parameters
+from flatout.models.trained_fp8 import convert_backward_to_float8
 from flatout.planner.memory.estimate import MemoryModel
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.planner.settings import PlanSettings

@@ -13,13 +13,13 @@ from flatout.kernels.fp8_matmul import quantize_rows
 from flatout.kernels.segmented import reference, register_ops, segmented_product
 from flatout.kernels.segmented.reference import Segments
 from flatout.models.blocks import decoder_layers, replace_module
-from flatout.models.frozen.fp8_backward import convert_backward_to_float8
 from flatout.models.frozen.frozen_linear import Fp8BackwardLinear, Fp8Linear, Nf4Linear
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import FusedLayers, FusedLora, fuse_layers
 from flatout.models.lora.layer import LoraLinear, add_lora, lora_layers, trainable_parameters
 from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import flatten_samples
+from flatout.models.trained_fp8 import convert_backward_to_float8
 
 CPU = torch.device("cpu")
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == HOPPER

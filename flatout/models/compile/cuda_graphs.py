@@ -74,8 +74,7 @@ class GraphedDecoder:
             getattr(recording.batch, name).copy_(getattr(batch, name), non_blocking=True)
         states, *term_outputs = _Replay.apply(self._anchor, recording)
         self._aux_loss.load_graph_outputs(term_outputs)
-        last: Tensor = states
-        return last
+        return states
 
     def record(self, sizes: Sequence[PackedSize], num_boundaries: int) -> int:
         """Record forward and backward for batches of these sizes, largest first; gradients are zero afterwards.
@@ -97,7 +96,6 @@ class GraphedDecoder:
         return num_recorded
 
     def _batch_of(self, size: PackedSize, num_boundaries: int) -> PackedBatch:
-        """Return a batch of this size; any tokens and documents will do."""
         longest = min(size.max_seqlen, size.num_tokens)
         lengths = [longest] * (size.num_tokens // longest)
         if rest := size.num_tokens - sum(lengths):
@@ -135,7 +133,6 @@ class GraphedDecoder:
         self.largest_tokens = max(self.largest_tokens, size.num_tokens)
 
     def _outputs(self, batch: PackedBatch) -> list[Tensor]:
-        """Return the last hidden states, and what the auxiliary loss has read in the pass."""
         try:
             return [hidden_states(self._model, batch), *self._aux_loss.graph_outputs()]
         finally:

@@ -17,15 +17,16 @@ from transformers import PreTrainedModel
 from flatout.config.model import CompileMode
 from flatout.errors import first_line
 from flatout.models.blocks import decoder_layers, hidden_states
-from flatout.models.compile.layer_calls import (
+from flatout.models.compile.regions import (
     Forward,
     LayerCall,
+    Regions,
     autocast_of,
     compare_with_eager,
+    ends_of_kinds,
     gradients,
     record_calls,
 )
-from flatout.models.compile.regions import Regions, ends_of_kinds
 from flatout.models.context.shard import ContextShard
 from flatout.models.experts.block import computes_experts
 from flatout.models.load.model import LoadedModel
@@ -166,17 +167,14 @@ def compile_layers(
 ) -> CompileOutcome:
     """Compile every decoder layer, compare each with eager on small batches, and warm up the whole model.
 
-    `loss` must already be sharded: sharding changes a layer's class and the dtype of its weights, which would trigger
-    recompilation. `wrapper` is what training calls, if not `loss`; one pass without gradients records how it calls the
-    layers. All ranks must make the same call.
-    The first and last layer of each kind first run one large batch, of at most half of the run's largest pass: the
-    compiler picks block sizes on a kernel's first call. There is none with a shard, as a rank's shard could be as long
-    as a layer is wide (`_row_length`).
-    Off on the CPU, in fp64 and for transformers' own experts, whose routing is not a static graph. A layer whose
-    gradients differ runs eagerly. Layers of a class and type (`layer_types`) that is not one graph are split around
-    kernels that exclude themselves from compilation; otherwise, or if that fails, they run eagerly. With dropout, the
-    comparison runs without it, and the graph with dropout is compiled as well, so that no step compiles anything.
-    Random state, gradients, weights and mode do not change.
+    `loss` must be sharded already, as sharding changes a layer's class and the dtype of its weights. `wrapper` is what
+    training calls, if not `loss`: one pass without gradients records how it calls the layers. All ranks call this.
+    The compiler picks block sizes on a kernel's first call, so the first and last layer of each kind run one large
+    batch before the others, of at most half of the run's largest pass. A shard has none, as it could be as long as a
+    layer is wide (`_row_length`).
+    Off on the CPU, in fp64 and for transformers' own experts. A layer whose gradients differ runs eagerly. A kind of
+    layers that is not one graph is split around kernels that exclude themselves from compilation, or else runs eagerly.
+    With dropout, layers are compared without it, and both graphs are compiled. Nothing of the model changes.
     """
     model = loaded.model
     if (why := _reason_against(loaded, mode)) is not None:
@@ -321,13 +319,11 @@ def _row_length(lengths: Sequence[int]) -> int:
 def _compiler_settings() -> Iterator[None]:
     """Set the compiler's options while layers are compiled.
 
-    Gradients of norms' weights are summed over tokens by one of two kernels. By default the compiler chooses by the
-    number of tokens, and recompiles in the first step above each threshold; here it always uses the fused one. Floats
-    such as a norm's epsilon are constants: as inputs they would cost host-side kernels. Traced layers are cached though
-    they contain our autograd functions: both passes are part of the cache key, and a wrong hit would differ from eager.
-    Where transformers recomputes inside a layer's graph, what the forward pass keeps in attributes is not kept again.
-    Products are not padded to better sizes: the decision depends on the number of tokens, and would be another graph
-    for short batches. The compiled code does not check sizes again, which guards have checked.
+    Gradients of norms' weights are always summed over tokens by the fused kernel: the compiler would choose by the
+    number of tokens, and recompile above each threshold, as it would if it padded products. Floats such as a norm's
+    epsilon are constants, as inputs would cost host-side kernels. Layers with our autograd functions are cached: both
+    passes are part of the key. Where transformers recomputes inside a layer's graph, what the forward pass keeps in
+    attributes is not kept again. The compiled code does not repeat the guards' checks of sizes.
     """
     import torch._dynamo.config as dynamo_config
     import torch._functorch.config as functorch_config

@@ -61,8 +61,7 @@ def compiling_with(level: Recompute) -> AbstractContextManager[object]:
     changes: dict[str, float] = {"ban_recompute_materialized_backward": False}
     if level == "budget":
         changes = {"activation_memory_budget": MEMORY_BUDGET, "is_non_builtin_to_include": True}
-    patched: AbstractContextManager[object] = config.patch(changes)
-    return patched
+    return config.patch(changes)
 
 
 class HostEmbedding(nn.Module):

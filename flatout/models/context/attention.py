@@ -34,8 +34,7 @@ def attention_over_ranks(form: Attention, group: RankGroup, *, is_varlen: bool) 
             # the kernel's window excludes the row itself, transformers' includes it
             how = (max_seqlen[0], keys.max_seqlen, settings["scale"], None if window is None else window - 1)
             sinks = None if sinks is None else sinks.to(torch.promote_types(q.dtype, torch.float32))
-            output: Tensor = _Varlen.apply(q, k, v, sinks, keys.rows, cu_seqlens, keys.cu_seqlens, group, *how)
-            return output
+            return _Varlen.apply(q, k, v, sinks, keys.rows, cu_seqlens, keys.cu_seqlens, group, *how)
         key, value = _Gather.apply(k, v, keys.rows, group)
         return padded_pieces_attention(form, q, key, value, cu_seqlens, keys.cu_seqlens, **settings)
 

@@ -46,14 +46,13 @@ class Stream:
 class ContextShard:
     """The shard of one of N ranks: every micro-batch is cut into `num_shards`, and this rank takes that at `rank`.
 
-    Each long document, and all the rest as one, is cut into 2 N chunks of equal length, of which a rank takes the one
-    at `rank` and its mirror image, 2 N - 1 - `rank`. Causal attention to earlier chunks grows linearly along a
-    document, so every rank has the same of it. Of documents up to 256 N tokens it is small beside the products of their
-    tokens. So these are dealt to the rest's chunks by length, which keeps nearly all of them whole: cut into 2 N pieces
-    they would not fill the kernel's tiles.
+    Each long document, and all the rest as one, is cut into 2 N chunks of equal length. A rank takes the one at `rank`
+    and its mirror image, 2 N - 1 - `rank`: causal attention grows linearly along a document, so all ranks have the same
+    of it. Documents up to 256 N tokens would not fill the kernel's tiles in 2 N pieces, and their attention is small
+    beside their products, so they are dealt to the rest's chunks by length, nearly all of them whole.
 
-    A rank has the same number of tokens for every micro-batch that the group shares: long documents are padded to a
-    multiple of 2 N tokens, and the rest to that or, for a GPU, all to a multiple of 128 N. Padding has no labels.
+    Ranks have the same number of tokens: long documents are padded to a multiple of 2 N, and the rest to that or, for a
+    GPU, all to a multiple of 128 N. Padding has no labels.
     """
 
     num_shards: int
@@ -143,8 +142,7 @@ class ContextShard:
 def _ranges(begins: Integers, ends: Integers) -> Integers:
     """Return all integers from each of `begins` to the one before its end, range after range."""
     lengths = ends - begins
-    rows: Integers = np.arange(lengths.sum()) + np.repeat(begins - (np.cumsum(lengths) - lengths), lengths)
-    return rows
+    return np.arange(lengths.sum()) + np.repeat(begins - (np.cumsum(lengths) - lengths), lengths)
 
 
 def _max_seqlen(lengths: Integers, number: int | None) -> int:

@@ -167,10 +167,9 @@ def _experts_forward(
 
     def compute(x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         routing = route(chosen, num_experts)
-        output: Tensor = ExpertsBlock.apply(
+        return ExpertsBlock.apply(
             x, weights, *biases, *factors, *routing, gate, up, down, len(products[0][1]), *storage
         )
-        return output
 
     group: RankGroup | None = getattr(experts, _GROUP, None)
     num_experts = experts.num_experts // (group.size if group else 1)
@@ -184,7 +183,6 @@ def _experts_forward(
 
 
 def _product(experts: Any, name: str, dtype: torch.dtype) -> tuple[ExpertsMatmul, list[Tensor]]:
-    """Return the product with a parameter of an experts module, and the tensors that it takes."""
     weight = getattr(experts, name)
     if isinstance(weight, FrozenExperts):
         return weight.matmul, weight.storage

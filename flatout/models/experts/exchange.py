@@ -25,17 +25,15 @@ def exchange(
     tokens, `compute(x, weights, ids)` returns what its own `num_experts` contribute to each (ids from `num_experts` on
     are of no expert here), and the sums over ranks return to the tokens' ranks. The backward pass does the reverse.
 
-    An all-to-all would send a token only to the (1 - (1 - 1/N)^k) N ranks that it needs: 0.996 N for N = 2 and k = 8,
-    0.90 N for N = 4. It needs counts on the host in every layer; this needs only that T is the same on all ranks.
-    Sending one half of the tokens while the other is computed is slower on two H200s (docs/lab/2026-11.md, 25th):
-    products have half as many rows, there are twice as many launches, and communication slows the products down.
+    T is the same on all ranks. An all-to-all would send 0.996 of this for N = 2 and k = 8, 0.90 for N = 4, and needs
+    counts on the host in every layer. Computing half of the tokens while the others are sent is slower on two H200s
+    (docs/lab/2026-11.md, 25th).
     """
     ids, weights = _GatherSlots.apply(chosen, weights, group)
     ids = ids - group.rank * num_experts
     ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     partial_outputs = compute(_Exchange.apply(x, group, True), weights.flatten(0, 1), ids.flatten(0, 1))
-    outputs: Tensor = _Exchange.apply(partial_outputs, group, False)
-    return outputs
+    return _Exchange.apply(partial_outputs, group, False)
 
 
 class _Exchange(torch.autograd.Function):

@@ -86,8 +86,7 @@ class Gate:
     def backward(self, rows: Tensor, grad: Tensor) -> Tensor:
         """Return the gradient of `rows` from that of h, `grad` (S, I)."""
         if self.custom is not None:
-            rows_grad: Tensor = torch.func.vjp(self.custom, rows)[1](grad)[0]
-            return rows_grad
+            return torch.func.vjp(self.custom, rows)[1](grad)[0]
         gate, up = self._halves(rows)
         grad = grad.to(gate.dtype)
         if up is None:
@@ -125,8 +124,7 @@ class Gate:
             sigmoid = torch.sigmoid(x * self.slope)
             return grad * sigmoid * (1 + x * self.slope * (1 - sigmoid))
         if self.act in _GELU:
-            result: Tensor = torch.ops.aten.gelu_backward(grad, x, approximate=_GELU[self.act])
-            return result
+            return torch.ops.aten.gelu_backward(grad, x, approximate=_GELU[self.act])
         return grad * (x > 0) * (1 if self.act == "relu" else 2 * x)
 
 

@@ -53,7 +53,6 @@ def slice_experts(model: PreTrainedModel, group: RankGroup) -> Slices:
 
 
 def _expert_dims(module: nn.Module, num_ranks: int) -> Iterator[tuple[str, int]]:
-    """Yield the names of a module's own tensors that hold all experts, with their dimension."""
     if isinstance(module, ExpertLora):
         yield from (("lora_a", 0), ("lora_b", 2))
     elif isinstance(module, FrozenExperts):

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from flatout.config.schema import ExpertsConfig
 from flatout.errors import Fix, UsageError
 from flatout.models.auxiliary_loss import AuxiliaryLoss, StepFacts
-from flatout.models.blocks import sample_counts
+from flatout.models.blocks import replace_module, sample_counts
 from flatout.models.experts.block import experts_modules
 from flatout.models.experts.lora import plain_name
 from flatout.models.packed import PackedBatch
@@ -96,18 +96,15 @@ class Routers(AuxiliaryLoss):
         self._step = self._shares = None
 
     def end_passes(self) -> None:
-        """End the passes that only count: the gradients of the step use their counts."""
         self._set_shares()
         self._counts = torch.zeros_like(self._counts)
 
     def _set_shares(self) -> None:
-        """Sum the counts over ranks, unless a repeated step has done so."""
         if self._shares is None:
             assert self._step is not None
             self._shares = self._step.sum_values(self._counts.sum(0)) / (len(self.layers) * self._step.num_tokens)
 
     def observe(self, model: PreTrainedModel, batch: PackedBatch) -> None:
-        """Count the choices of a pass without gradients."""
         self._count(sample_counts(model, batch))
 
     def _count(self, times: Tensor) -> None:
@@ -148,14 +145,12 @@ class Routers(AuxiliaryLoss):
         return [torch.stack(by_layer) for by_layer in (chosen, logits) if by_layer[0] is not None]
 
     def load_graph_outputs(self, outputs: Sequence[Tensor]) -> None:
-        """Take choices and logits as `graph_outputs` returned them for those of the last pass."""
         chosen, *more = outputs
         logits = more[0].unbind() if more else [None] * len(chosen)
         for router, routed in zip(self.layers, zip(logits, chosen, strict=True), strict=True):
             setattr(router, _ROUTED, routed)
 
     def end_pass(self) -> None:
-        """Drop the logits and choices that routers kept in a pass."""
         for router in self.layers:
             setattr(router, _ROUTED, None)
 
@@ -187,10 +182,8 @@ class Routers(AuxiliaryLoss):
         }
 
     def hold_buffers(self) -> None:
-        """Put the biases back into the routers: DeepSpeed casts a model's buffers."""
         for path, bias in self.buffers.items():
-            module, _, name = path.rpartition(".")
-            setattr(self._model.get_submodule(module), name, bias)
+            replace_module(self._model, path, bias)
 
     @torch.no_grad()
     def after_update(self, sums: Tensor, skip: Tensor | None = None) -> None:
@@ -236,7 +229,6 @@ def prepare_biases(model: nn.Module) -> None:
 
 
 def _bias_places(model: nn.Module) -> dict[str, int]:
-    """Return the full names of the routers' correction biases, and the indices of their layers; some have none."""
     places = {}
     for index, path in enumerate(experts_modules(model)):
         name = plain_name(path).rpartition(".")[0]

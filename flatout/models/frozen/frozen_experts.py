@@ -164,7 +164,6 @@ class Fp8Experts(FrozenExperts):
         return [self.bytes, self.scale] if self.transposed is None else [self.bytes, self.scale, self.transposed]
 
     def sliceable(self, num_parts: int) -> tuple[str, ...]:
-        """The bytes, the scales and, if kept, the transposed bytes."""
         return ("bytes", "scale") if self.transposed is None else ("bytes", "scale", "transposed")
 
     def keep_transposed(self) -> None:
@@ -173,7 +172,6 @@ class Fp8Experts(FrozenExperts):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight (E, out, in) in `dtype`, dequantized at each access."""
         scale = self.scale[:, None, :] if self.scales_inputs else self.scale[:, :, None]
         return (self.bytes.float() * scale).to(self.dtype)
 
@@ -227,7 +225,6 @@ class Nf4Experts(HoldsNf4, FrozenExperts):
         return "packed", "absmax", "nested_absmax"
 
     def set_num_experts(self, num_experts: int) -> None:
-        """Take note that the tensors hold so many experts now."""
         super().set_num_experts(num_experts)
         self.matmul = _make_nf4_experts_matmul((num_experts, self.shape[1], self.shape[2]))
 
@@ -237,6 +234,5 @@ class Nf4Experts(HoldsNf4, FrozenExperts):
 
     @property
     def weight(self) -> Tensor:
-        """The dense weight (E, out, in) in `dtype`, dequantized at each access."""
         num_experts, num_out, num_in = self.shape
         return dequantize([self.stored], [num_experts * num_out], num_in, self.dtype).view(self.shape)

@@ -169,10 +169,7 @@ class Fp8BackwardLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Map x (..., in) to (..., out), bitwise as nn.Linear does; differentiable in x only."""
         bias = () if self.bias is None else (self.bias,)
-        output: Tensor = FrozenLinearFunction.apply(
-            x, self.matmul, self.weight, self.transposed, self.column_scale, *bias
-        )
-        return output
+        return FrozenLinearFunction.apply(x, self.matmul, self.weight, self.transposed, self.column_scale, *bias)
 
 
 class Nf4Linear(HoldsNf4):

@@ -76,8 +76,7 @@ class Operands(NamedTuple):
             row_scales=[scale.flatten() for scale in self.row_scales],
             column_scale=self.column_scales[0] if self.column_scales else None, weights_kn=self.weights_kn,
         )  # fmt: skip
-        shaped: Tensor = torch.ops.aten._unsafe_view(total, start.shape)
-        return shaped
+        return torch.ops.aten._unsafe_view(total, start.shape)
 
 
 @dataclass(frozen=True)

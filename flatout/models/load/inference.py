@@ -82,7 +82,6 @@ def resolve_model_paths(target: str, *, base: str | None = None, results: str = 
 
 
 def _base_of_run(file: Path) -> tuple[str, str | None]:
-    """Return the name and revision of the model that a run's adapter is for, by its config.yaml."""
     try:
         section = ModelConfig.long_form(load_values(file)["model"])
         base, revision, init = section["name"], section.get("revision"), section.get("init")

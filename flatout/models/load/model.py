@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -23,12 +24,12 @@ from flatout.models.arch_quirks import choose_layout
 from flatout.models.attention import Implementation, choose_attention, register, registered_name
 from flatout.models.experts.block import IMPLEMENTATION, prepare_experts, register_experts
 from flatout.models.frozen.frozen_linear import num_weights
-from flatout.models.hidden_dtype import narrow_hidden_states
 from flatout.models.load import quantized
 from flatout.models.load.auto_class import auto_class, is_scoring
 from flatout.models.load.sharded import DeferredWeights, compute_buffers
 from flatout.models.load.source import ALL_RANDOM, check_source
 from flatout.models.lora.saved import grow_vocabulary, without_reports
+from flatout.models.masters import narrow_hidden_states
 from flatout.models.rope import scale_by_document
 from flatout.models.scoring import NEW_WEIGHT, Scoring, set_padding, start_score, use_scoring
 
@@ -42,20 +43,24 @@ CHOOSE_ANOTHER = "; choose a different model"
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready for `ModelWithLoss`.
-
-    `dtype` is the compute dtype of the forward and backward pass; `autocast` means that the weights are fp32 masters
-    and the model must run under torch.autocast(dtype). `report` has lines for the console. `is_padded`: every
-    document is a padded row, and `attention` may be one of transformers' own.
-    """
+    """A model ready for `ModelWithLoss`."""
 
     model: PreTrainedModel
     dtype: torch.dtype
+    """The compute dtype of the forward and backward pass."""
     autocast: bool
+    """Whether the weights are fp32 masters, so that the model must run under torch.autocast(dtype)."""
     attention: Implementation | Literal["transformers"]
     report: tuple[str, ...]
+    """Lines for the console."""
     deferred_weights: DeferredWeights | None = None
+    """Weights that are still in their files."""
     is_padded: bool = False
+    """Whether every document is a padded row; then `attention` may be one of transformers' own."""
+
+    def casting(self) -> torch.autocast:
+        """Return the autocast that passes run under, if any."""
+        return torch.autocast(self.model.device.type, dtype=self.dtype, enabled=self.autocast)
 
     def present(self) -> AbstractContextManager[None]:
         """Make the model runnable within this context; if its weights are still in files, only its first layers."""
@@ -64,20 +69,20 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """What a run has decided of how its model is loaded.
-
-    `on_host` leaves pretrained weights in their mapped files, in the files' dtype, and quantized ones in host memory
-    (see `DeferredWeights`). `is_padded`: each document is a padded row. Embedding and head grow to `num_rows` rows.
-    Modules that `keep_dense` names (by ending) are not quantized; `context_ranks` as in `choose_attention`. With
-    `scoring`, the model is one for sequence classification.
-    """
+    """What a run has decided of how its model is loaded."""
 
     on_host: bool = False
+    """Leave pretrained weights in their mapped files, and quantized ones in host memory, see `DeferredWeights`."""
     is_padded: bool = False
+    """Whether each document is a padded row."""
     num_rows: int = 0
+    """The rows to which embedding and head grow."""
     keep_dense: Sequence[str] = ()
+    """Endings of the names of modules that are not quantized."""
     context_ranks: int = 1
+    """As in `choose_attention`."""
     scoring: Scoring | None = None
+    """The scores of a model for sequence classification."""
 
 
 def gpu_features(device: torch.device) -> tuple[bool, bool, bool]:
@@ -132,8 +137,8 @@ def load_model(
     register_experts()
     options["experts_implementation"] = IMPLEMENTATION if config.experts == "auto" else "eager"
     with library_errors(CANNOT_BUILD.format(config.name), CHOOSE_ANOTHER):
-        making = _Making(storage, device, seed, how)
-        model, unused, own_attention = _make_attending(config, model_config, options, making)
+        make = partial(_make_model, config, storage=storage, device=device, seed=seed, how=how)
+        model, unused, own_attention = _make_attending(config, model_config, options, make, is_padded=how.is_padded)
         grow_vocabulary(model, how.num_rows, seed=seed)
     set_padding(model, how.scoring and how.scoring.padding_id)
     if method == "lora":
@@ -225,39 +230,35 @@ def dequantized_method(config: Any) -> str | None:
     return quantization["quant_method"] if isinstance(quantization, dict) and quantization.get("dequantize") else None
 
 
-class _Making(NamedTuple):
-    """The storage of linear layers, their device, and the seed of random weights."""
-
-    storage: str
-    device: torch.device
-    seed: int
-    how: Loading
-
-
 def _make_attending(
-    config: ModelConfig, model_config: Any, options: dict[str, Any], making: _Making
+    config: ModelConfig,
+    model_config: Any,
+    options: dict[str, Any],
+    make: Callable[[Any, dict[str, Any]], tuple[PreTrainedModel, list[str]]],
+    *,
+    is_padded: bool,
 ) -> tuple[PreTrainedModel, list[str], str | None]:
     """Make the model as `_make_model` does; with rows, if need be with its own attention, and return why.
 
     Raises PackingError if documents are packed, or an attention is configured, and the model only has its own.
     """
     try:
-        return (*_make_model(config, copy(model_config), options, making), None)
+        return (*make(copy(model_config), options), None)
     except KeyError as error:
         if options["attn_implementation"] not in str(error):
             raise
         reason = "its attention does not go through transformers' attention interface"
-        if not making.how.is_padded or config.attention != "auto":
+        if not is_padded or config.attention != "auto":
             fix = Fix({"batch.layout": "auto", "model.attention": "auto"})
             raise PackingError(f"model type {model_config.model_type}: {reason}", [fix]) from error
-        return (*_make_model(config, model_config, {**options, "attn_implementation": None}, making), reason)
+        return (*make(model_config, {**options, "attn_implementation": None}), reason)
 
 
 def _make_model(
-    config: ModelConfig, model_config: Any, options: dict[str, Any], making: _Making
-) -> tuple[PreTrainedModel, list[str]]:
+    config: ModelConfig, model_config: Any, options: dict[str, Any], *, storage: str, device: torch.device, seed: int,
+    how: Loading,
+) -> tuple[PreTrainedModel, list[str]]:  # fmt: skip
     """Make the model for `load_model`; also return the names of unused weights in the files."""
-    storage, device, seed, how = making
     place = torch.device("cpu") if how.on_host else device
     quantization = getattr(model_config, "quantization_config", None)
     is_nf4 = quantization is not None and not dequantized_method(model_config)

@@ -169,7 +169,6 @@ def describe_storage(model: PreTrainedModel, storage: str) -> list[str]:
 
 
 def _modules_named(model: nn.Module, endings: Sequence[str]) -> set[nn.Module]:
-    """Return the modules whose full names end in one of `endings`, with all that is in them."""
     parts = tuple(f".{ending}." for ending in endings)
     return {module for name, module in model.named_modules() if any(part in f".{name}." for part in parts)}
 
@@ -234,7 +233,6 @@ def _fill_rest(module: nn.Module, owner: PreTrainedModel, device: torch.device, 
 
 
 def _open_files(name: str, revision: str | None) -> dict[str, Any]:
-    """Return the open safetensors file of each tensor, by tensor name."""
     source, revision = hub_source(name, revision)
     if not (folder := Path(source)).is_dir():
         from huggingface_hub import snapshot_download

@@ -128,6 +128,5 @@ def _replace(model: nn.Module, make: Callable[[str, Tensor], Tensor]) -> dict[st
             if not isinstance(made, nn.Parameter):
                 made = nn.Parameter(made, requires_grad=parameter.requires_grad)
             new[parameter] = made
-        path, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(path), leaf, new[parameter])
+        replace_module(model, name, new[parameter])
     return old

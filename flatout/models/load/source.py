@@ -91,7 +91,6 @@ def read_model_config(name: str, revision: str | None) -> dict[str, Any]:
 
 
 def _names_a_kernel(value: Any) -> bool:
-    """Whether an implementation, or any in a map for parts of the model, is not one of transformers' own."""
     if isinstance(value, Mapping):
         return any(map(_names_a_kernel, value.values()))
     return value not in _PLAIN_INTERFACES
@@ -119,7 +118,6 @@ def check_weights(folder: Path) -> None:
 
 
 def _check_index(index: Path) -> None:
-    """Check an index of shards; raises like `check_weights`."""
     content = _read_object(index)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):

@@ -26,6 +26,7 @@ from flatout.models.lora.adapter_file import (
     PREFIX,
     ROWS,
     SUFFIXES,
+    SavedAdapter,
     read_adapter,
 )
 from flatout.models.lora.layer import (
@@ -36,7 +37,7 @@ from flatout.models.lora.layer import (
     lora_scaling,
     target_name,
 )
-from flatout.models.lora.peft_reading import EXPERT_NAME, misread_layers
+from flatout.models.lora.plain import EXPERT_NAME, misread_layers
 from flatout.models.lora.saved import SavedModule, TrainedRows, grow_vocabulary, saved_modules, ties_ends
 
 
@@ -128,7 +129,6 @@ def adapter_config(
 
 
 def _reads_without(leaf: str, model: PreTrainedModel, content: Mapping[str, Any], *rest: Any) -> bool:
-    """Whether PEFT reads an adapter without its layers of this name."""
     state, saved = rest
     layers = {name: layer for name, layer in lora_layers(model).items() if not name.endswith(f".{leaf}")}
     modules = [name for name, layer in layers.items() if isinstance(layer, LoraLinear)]
@@ -137,7 +137,6 @@ def _reads_without(leaf: str, model: PreTrainedModel, content: Mapping[str, Any]
 
 
 def _peft_name(name: str, layer: nn.Module) -> str:
-    """Return the module name under which PEFT saves an adapter."""
     depth = name.removeprefix(plain_name(name)).count(".base") if isinstance(layer, ExpertLora) else 0
     return plain_name(name) + depth * ".base_layer" if depth else name
 
@@ -176,7 +175,6 @@ def as_written(model: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str,
 
 
 def _rows_of(model: PreTrainedModel) -> dict[str, list[int]]:
-    """Return the ids of trained rows by module name; PEFT ties a tied head itself."""
     rows = {name: module for name, module in saved_modules(model).items() if isinstance(module, TrainedRows)}
     return {name: module.listed_ids for name, module in rows.items() if not module.is_tied}
 
@@ -205,19 +203,19 @@ def save_adapter(
 
 def apply_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Add an adapter to a plain model, all parameters frozen, for generation or merging; see `load_adapter`."""
-    saved, tensors, rows = read_adapter(folder)
-    _grow_for(model, tensors, rows)
-    add_lora(model, saved, seed=0, rows=rows, parts=PARTS)
-    load_adapter(model, folder)
+    saved = read_adapter(folder)
+    _grow_for(model, saved)
+    add_lora(model, saved.config, seed=0, rows=saved.rows, parts=PARTS)
+    _copy_into(model, folder, saved)
     model.requires_grad_(False)
 
 
-def _grow_for(model: PreTrainedModel, tensors: Mapping[str, Tensor], rows: Mapping[str, list[int]]) -> None:
+def _grow_for(model: PreTrainedModel, saved: SavedAdapter) -> None:
     """Give a plain model rows for the tokens that an adapter's user had added; the adapter holds their values."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     keys = [f"{PREFIX}{name}.weight" for name, module in model.named_modules() if module in ends]
-    sizes = [len(tensors[key]) for key in keys if key in tensors]
-    grow_vocabulary(model, max([0, *sizes, *(token_id + 1 for ids in rows.values() for token_id in ids)]))
+    sizes = [len(saved.tensors[key]) for key in keys if key in saved.tensors]
+    grow_vocabulary(model, max([0, *sizes, *(token_id + 1 for ids in saved.rows.values() for token_id in ids)]))
 
 
 def load_adapter(model: PreTrainedModel, folder: Path) -> None:
@@ -226,10 +224,12 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> None:
     Raises CheckpointError (missing or damaged files) or UsageError with the setting that differs: rank, alpha, rslora,
     dora, targets, modules_to_save, new tokens.
     """
-    saved, tensors, rows = read_adapter(folder)
-    layers = lora_layers(model)
-    problems = _disagreements(model, saved, rows)
-    if problems:
+    _copy_into(model, folder, read_adapter(folder))
+
+
+def _copy_into(model: PreTrainedModel, folder: Path, saved: SavedAdapter) -> None:
+    layers, tensors = lora_layers(model), saved.tensors
+    if problems := _disagreements(model, saved.config, saved.rows):
         raise UsageError(f"{folder}: {'; '.join(problems)}; change the settings to match the adapter")
     for name, tensor in adapter_state(model).items():
         if name not in tensors:

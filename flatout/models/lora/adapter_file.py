@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 from safetensors.torch import load_file
@@ -39,8 +39,19 @@ _PLAIN_OPTIONS: Mapping[str, tuple[object, ...]] = {
 }  # fmt: skip
 
 
-def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor], dict[str, list[int]]]:
-    """Read an adapter folder: a LoraConfig with full module names as targets, its tensors by PEFT's names, its rows."""
+class SavedAdapter(NamedTuple):
+    """What the files of an adapter say."""
+
+    config: LoraConfig
+    """With full module names as targets."""
+    tensors: dict[str, Tensor]
+    """By PEFT's names."""
+    rows: dict[str, list[int]]
+    """The ids of trained rows, by module name."""
+
+
+def read_adapter(folder: Path) -> SavedAdapter:
+    """Read an adapter's folder. Raises CheckpointError, SecurityError or UsageError with the file's name."""
     config_file, weights_file = folder / ADAPTER_CONFIG, folder / ADAPTER_WEIGHTS
     require_files(folder)
     check_safetensors(weights_file)
@@ -68,7 +79,7 @@ def read_adapter(folder: Path) -> tuple[LoraConfig, dict[str, Tensor], dict[str,
     odd = expected - tensors.keys() | {name for name, module in saved.items() if module is None and name not in of_base}
     if odd:
         raise CheckpointError(f"{weights_file}: {len(odd)} tensors are missing or unknown, such as {min(odd)}")
-    return config, tensors, dict(sorted(rows.items()))
+    return SavedAdapter(config, tensors, dict(sorted(rows.items())))
 
 
 def require_files(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +19,7 @@ from flatout.kernels.low_rank.reference import MatrixCopy
 from flatout.models.blocks import hidden_states
 from flatout.models.frozen.frozen_linear import fuse_frozen
 from flatout.models.frozen.matmul import FrozenMatmul, Operands, blocks
-from flatout.models.lora.layer import LoraLinear, lora_layers
-from flatout.models.lora.product import over_tokens
+from flatout.models.lora.layer import LoraLinear, lora_layers, over_tokens
 from flatout.models.packed import flatten_samples
 from flatout.models.probe import evaluating
 
@@ -243,18 +243,13 @@ def fuse_layers(model: PreTrainedModel, *, fp8: bool = False, transposed: bool =
         # a layer that is called more than once is not fused
         inputs[name] = None if name in inputs else x
 
-    hooks = [
-        layer.register_forward_pre_hook(lambda _, args, name=name: record(name, args[0]))
-        for name, layer in layers.items()
-    ]
     # a row, which every model takes
     batch = flatten_samples([(np.arange(16), np.ones(16, bool))], row_length=16).to(model.device)
-    try:
-        with torch.no_grad(), evaluating(model):
-            hidden_states(model, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, torch.no_grad(), evaluating(model):
+        for name, layer in layers.items():
+            hook = layer.register_forward_pre_hook(lambda _, args, name=name: record(name, args[0]))
+            hooks.enter_context(hook)
+        hidden_states(model, batch)
     groups: dict[tuple[str, int, float], list[LoraLinear]] = {}
     # in call order, as the first member computes for all
     for name, x in inputs.items():

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from flatout.models.blocks import replace_module
 from flatout.models.experts.lora import ExpertLora
 from flatout.models.load.auto_class import is_scoring
 from flatout.models.lora.adapter import adapter_parameters, apply_adapter, as_written, in_peft_shapes, same_values
 from flatout.models.lora.layer import LoraLinear, adapted_modules, lora_layers, remove_adapter, target_name
-from flatout.models.lora.peft_reading import ADAPTER_NAME, peft_state
-from flatout.models.lora.plain import borrow_weights, plain_copy
+from flatout.models.lora.plain import ADAPTER_NAME, borrow_weights, peft_state, plain_copy
 
 # relative tolerance between PEFT's logits and ours, for the median token: both add the same terms in another order.
 # In 16 bits, rounding alone can differ more than a wrong adapter of few layers, so logits say nothing there.
@@ -38,12 +38,11 @@ def read_back(
 ) -> PeftReading:
     """Compare the adapter that PEFT reads from `folder` with the live one.
 
-    PEFT loads the files. Its tensors must have the names, shapes and values of `live` (like `adapter_parameters`'
-    result, gathered if the model's own tensors are sharded), and each of its layers must change the weight that it
-    adapts as the live layer of that place does, within CHANGE_TOLERANCE. Over available base weights of 32 bits or
-    more, which are used in place, PEFT's logits on 16 tokens must also equal those of the adapter as flatout reads it,
-    within LOGIT_TOLERANCES, unless training `has_diverged`: huge weights turn last bits into any logits. This needs
-    memory for the adapter and the change of one layer; where the run has filled its GPU, the CPU compares the changes.
+    Its tensors must have the names, shapes and values of `live` (like `adapter_parameters`' result, gathered if the
+    model's own tensors are sharded), and each layer must change its weight as the live layer does, within
+    CHANGE_TOLERANCE. Over base weights of 32 bits or more, which are used in place, logits on 16 tokens must also equal
+    those of the adapter as flatout reads it, within LOGIT_TOLERANCES, unless training `has_diverged`: huge weights turn
+    last bits into any logits. Where the run has filled its GPU, the CPU compares the changes.
     """
     live = {name: one.detach() for name, one in adapter_parameters(model).items()} if live is None else live
     with suppress(torch.OutOfMemoryError):
@@ -91,9 +90,8 @@ def _read_on(
 def _hold_zeros(plain: PreTrainedModel, device: torch.device) -> None:
     """Give a model on the meta device weights that take no memory: PEFT puts an adapter where its base is."""
     for name, parameter in plain.named_parameters():
-        path, _, leaf = name.rpartition(".")
         zeros = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
-        setattr(plain.get_submodule(path), leaf, nn.Parameter(zeros, requires_grad=False))
+        replace_module(plain, name, nn.Parameter(zeros, requires_grad=False))
 
 
 def _odd_tensors(read: Mapping[str, Tensor], written: Mapping[str, Tensor]) -> list[str]:
@@ -140,7 +138,6 @@ def _compare_changes(
 
 
 def _live_changes(layer: LoraLinear | ExpertLora, a: Tensor, b: Tensor) -> Iterator[Tensor]:
-    """Yield scaling * B A (out, in) of a live layer, once for each of its experts."""
     if isinstance(layer, LoraLinear):
         yield layer.scaling * (b @ a)
         return
@@ -150,7 +147,6 @@ def _live_changes(layer: LoraLinear | ExpertLora, a: Tensor, b: Tensor) -> Itera
 
 
 def _peft_changes(module: Any, layer: LoraLinear | ExpertLora) -> Iterator[Tensor]:
-    """Yield what PEFT adds to a layer's weight (out, in), once for each of its experts."""
     changes = module.get_delta_weight(ADAPTER_NAME)
     if isinstance(layer, LoraLinear):
         yield changes

@@ -34,9 +34,8 @@ class SavedModule(nn.Module):
         self.dtypes = {name: parameter.dtype for name, parameter in base.named_parameters()}
         self.trained = copy.deepcopy(base)
         for name, parameter in list(self.trained.named_parameters()):
-            path, _, leaf = name.rpartition(".")
             master = nn.Parameter(parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32)))
-            setattr(self.trained.get_submodule(path), leaf, master if tied is None else tied)
+            replace_module(self.trained, name, master if tied is None else tied)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -89,8 +88,7 @@ class TrainedRows(nn.Module):
     @property
     def rows(self) -> nn.Parameter:
         """The trained rows (n, D)."""
-        rows: nn.Parameter = self.trained["rows"]
-        return rows
+        return self.trained["rows"]
 
     @property
     def weight(self) -> Tensor:

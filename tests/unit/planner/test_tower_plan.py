@@ -108,7 +108,7 @@ def test_memory_is_what_tensors_take(tmp_path, family, method):
     from flatout.models.compile.recompute import apply_recompute
     from flatout.models.load.model import load_model
     from flatout.models.lora.layer import add_lora, freeze_unreached
-    from flatout.models.picture_check import read_with_own_attention
+    from flatout.models.pictures import read_with_own_attention
 
     make_picture_model(tmp_path, family, of_tower=TOWERS[family])
     trains = {} if method == "frozen" else {"freeze_vision_tower": False, "freeze_projector": False}

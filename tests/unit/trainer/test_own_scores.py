@@ -13,7 +13,7 @@ from flatout.cli.main import main
 from flatout.config.read import dump_config
 
 OWN = """
-from flatout.objectives.classify import Classify
+from flatout.objectives.reward import Classify
 from flatout.objectives.cross_entropy import CrossEntropy
 
 class Own(Classify):

@@ -216,7 +216,7 @@ def test_pictures_that_are_read_in_both_directions_are_padded(world, tmp_path, m
 def test_a_prompt_that_is_read_in_both_directions_is_refused():
     from transformers import AutoModelForImageTextToText, PaliGemmaConfig
 
-    from flatout.models.picture_check import require_picture_model
+    from flatout.models.pictures import require_picture_model
 
     text = {"model_type": "gemma", "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16}
     with torch.device("meta"):
@@ -234,7 +234,7 @@ def test_the_check_at_start_up_finds_planted_bugs(world, tmp_path, bug):
     from flatout.data.pictures.processor import PictureProcessor
     from flatout.data.tokenizer import load_tokenizer
     from flatout.models.load.model import load_model
-    from flatout.models.picture_check import check_pictures, read_with_own_attention
+    from flatout.models.pictures import check_pictures, read_with_own_attention
 
     model_dir = str(world / "model")
     config = ModelConfig(name=model_dir, precision="fp64")
