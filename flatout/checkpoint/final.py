@@ -78,13 +78,25 @@ def verify_final(folder: Path) -> FinalManifest:
     path = folder / MANIFEST_NAME
     manifest = validated(_ADAPTER, read_json(path), str(path))
     for name, facts in manifest.files.items():
-        try:
-            digest_now = digest(folder / name)
-        except OSError as error:
-            raise CheckpointError(f"{folder / name}: cannot be read: {error.strerror or error}") from error
-        if digest_now != facts:
-            raise CheckpointError(
-                f"{folder / name}: found {digest_now.size_bytes:,} bytes with xxh3 {digest_now.xxh3}, expected "
-                f"{facts.size_bytes:,} with {facts.xxh3}; it was damaged or edited"
-            )
+        verify_file(folder / name, facts)
     return manifest
+
+
+def verify_file(path: Path, facts: FileFacts, explain: Callable[[], None] = lambda: None) -> None:
+    """Raise CheckpointError unless a file exists with this size and hash; `explain` may raise a better reason first."""
+    try:
+        found = digest(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: the file is missing; the rest is not usable without it") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if found == facts:
+        return
+    explain()
+    if found.size_bytes != facts.size_bytes:
+        sizes = f"found {found.size_bytes:,} bytes, expected {facts.size_bytes:,}"
+        raise CheckpointError(f"{path}: {sizes}; it was truncated, replaced or edited")
+    raise CheckpointError(
+        f"{path}: its content does not match its hash (found xxh3 {found.xxh3}, expected {facts.xxh3}); it was damaged "
+        "or edited"
+    )

@@ -6,9 +6,8 @@ import dataclasses
 import json
 import platform
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,10 +16,10 @@ import xxhash
 from pydantic import ConfigDict, Field, TypeAdapter, with_config
 
 from flatout import __version__
-from flatout.checkpoint.final import MANIFEST_NAME
+from flatout.checkpoint.final import MANIFEST_NAME, verify_file
 from flatout.checkpoint.tensor_file import TENSOR_SUFFIX, open_tensor_file
 from flatout.errors import CheckpointError
-from flatout.io.durable_io import FileFacts, digest
+from flatout.io.durable_io import FileFacts
 from flatout.io.json_file import encode_json, read_json, validated
 from flatout.parallel.rank import Rank
 
@@ -97,27 +96,17 @@ def _hash(body: Mapping[str, Any]) -> str:
 def verify_files(folder: Path, manifest: Manifest, rank: Rank) -> None:
     """Check that this rank's share of a manifest's files exist and have their size and hash. Raises CheckpointError."""
     for name in shares(manifest.files, rank.world)[rank.index]:
-        path, facts = folder / name, manifest.files[name]
-        try:
-            digest_now = digest(path)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path}: the file is missing; the checkpoint is not usable without it") from error
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-        if digest_now == facts:
-            continue
-        identity = None
-        if name.endswith(TENSOR_SUFFIX):
-            # if the header is unreadable, the size or the hash below explains why
-            with suppress(CheckpointError):
-                identity = open_tensor_file(path).metadata() or {}
-        if identity is not None:
-            refuse_other_save(path, identity, manifest)
-        if digest_now.size_bytes != facts.size_bytes:
-            why = f"found {digest_now.size_bytes:,} bytes, expected {facts.size_bytes:,}; it was truncated or replaced"
-        else:
-            why = f"its content does not match its hash (found xxh3 {digest_now.xxh3}, expected {facts.xxh3})"
-        raise CheckpointError(f"{path}: {why}")
+        verify_file(folder / name, manifest.files[name], partial(_refuse_header_of_other_save, folder / name, manifest))
+
+
+def _refuse_header_of_other_save(path: Path, manifest: Manifest) -> None:
+    if path.suffix != TENSOR_SUFFIX:
+        return
+    try:
+        identity = open_tensor_file(path).metadata() or {}
+    except CheckpointError:  # the size or the hash explains why it is unreadable
+        return
+    refuse_other_save(path, identity, manifest)
 
 
 def shares(files: Mapping[str, FileFacts], world: int) -> list[list[str]]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from flatout.checkpoint.read import CheckpointTensors
 from flatout.config.optim import OptimConfig, OptimizerTraits
-from flatout.errors import CheckpointError
+from flatout.errors import CheckpointError, UsageError
 from flatout.optim.adamw_8bit import AdamW8bit, block_size
 from flatout.optim.flat import owners
 from flatout.parallel.shards import as_global, is_sharded, local_shard_of
@@ -37,7 +37,8 @@ def optimizer_state(
 ) -> dict[str, Tensor]:
     """Return the state as live tensors named `<parameter>/<key>`, such as `q_proj.lora_a/exp_avg`, flat or not.
 
-    From an engine the call is collective and returns copies in host memory, only on ranks with `keep`.
+    From an engine the call is collective and returns copies in host memory, only on ranks with `keep`. Raises
+    UsageError for an optimizer in a person's own file whose state is not what its traits say: it could not be loaded.
     """
     tensors: dict[str, Tensor] = {}
     if engine is not None:
@@ -45,11 +46,16 @@ def optimizer_state(
             state = engine.state_of(parameter)
             tensors |= {f"{name}/{key}": value.cpu() for key, value in state.items() if keep}
         return tensors
+    traits: OptimizerTraits | None = getattr(optimizer, "traits", None)
     for name, (owner, offset) in owners(named, optimizer).items():
         parameter = named[name]
-        for key, value in optimizer.state.get(owner, {}).items():
-            if value is None:
-                continue
+        state = {key: value for key, value in optimizer.state.get(owner, {}).items() if value is not None}
+        if traits and state and state.keys() != _keys_of(traits):
+            raise UsageError(
+                f"optim.path: the state of {type(optimizer).__name__} has {', '.join(sorted(state))} for {name}, but "
+                f"its `traits` say {', '.join(sorted(_keys_of(traits)))}; correct them"
+            )
+        for key, value in state.items():
             is_part = owner is not parameter and key != "step"
             part = value[offset : offset + parameter.numel()].view(parameter.shape) if is_part else value
             tensors[f"{name}/{key}"] = part if key == "step" else as_global(part, parameter)
@@ -80,7 +86,7 @@ def load_optimizer_state(
         (owner, offset), parameter = places[name], named[name]
         # those of 8 bits have shapes of their own
         like = optimizer.new_state(parameter) if isinstance(optimizer, AdamW8bit) else {}
-        expected = set(like) or {*traits.moments, *(("step",) if traits.counts_steps else ())}
+        expected = set(like) or _keys_of(traits)
         if set(state) != expected:
             kinds = ", ".join(sorted(state))
             raise CheckpointError(
@@ -92,8 +98,8 @@ def load_optimizer_state(
             full_name, template = f"{name}/{key}", like.get(key, parameter)
             if key == "step":
                 _require_fit(tensors, full_name, (), None)
-                # torch's fused AdamW and ours keep the step on the GPU, all others on the host
-                on_device = optimizer.defaults.get("fused") or isinstance(optimizer, AdamW8bit)
+                # torch's fused and capturable optimizers and our 8-bit one keep the step on the GPU, others on the host
+                on_device = any(map(optimizer.defaults.get, ("fused", "capturable"))) or bool(like)
                 device = parameter.device if on_device else "cpu"
                 optimizer.state[owner][key] = tensors[full_name].to(device, copy=True)
                 continue
@@ -107,6 +113,10 @@ def load_optimizer_state(
             else:
                 whole = optimizer.state[owner].setdefault(key, torch.zeros_like(owner))
                 whole[offset : offset + parameter.numel()].view(parameter.shape).copy_(tensors[full_name])
+
+
+def _keys_of(traits: OptimizerTraits) -> set[str]:
+    return {*traits.moments, *(("step",) if traits.counts_steps else ())}
 
 
 def _require_fit(tensors: Mapping[str, Tensor], name: str, shape: Sequence[int], dtype: torch.dtype | None) -> None:

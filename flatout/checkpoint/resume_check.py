@@ -117,11 +117,11 @@ def refuse_other_data(
         for key, before, after in _differences(saved, now)
         if not _allowed(key, allow) and not (key == "plan" and explained)
     ]
-    for key in CHANGES:
-        if [change.key for change in refused] == [key]:
-            _refuse(f"the {key} differs from the one the checkpoint was trained with", refused)
+    # eval_data and the plan are of the data
+    what = dict.fromkeys(change.key if change.key in CHANGES else "data" for change in refused)
     if refused:
-        _refuse("the data differs from what the checkpoint was trained on", refused)
+        verb = "differ" if len(what) > 1 else "differs"
+        _refuse(f"the {' and the '.join(what)} {verb} from what the checkpoint was trained on", refused)
 
 
 def _refuse(what: str, refused: Sequence[Change], allow_key: str | None = None) -> None:

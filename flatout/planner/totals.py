@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from flatout.errors import counted
 from flatout.planner.memory.sizes import MemoryEstimate, MicroBatchSize
@@ -80,19 +80,15 @@ def add_up(
     for step in plan.steps():
         num_tokens += step.num_tokens
         num_label_tokens += step.num_label_tokens
+        num_micro_batches += len(step.micro_batches)
         num_naive += plan.naive_tokens(step)
         num_padded += step.num_padded_tokens
         num_shared += step.num_shared_tokens
         flops += plan.flops(step)
         epochs = plan.epoch_after(step)
         balances.append(step.balance)
-        for batch in step.micro_batches:
-            num_micro_batches += 1
-            largest = MicroBatchSize(
-                max(largest.num_tokens, batch.num_padded_tokens),
-                max(largest.num_label_tokens, batch.num_label_tokens),
-                max(largest.num_documents, len(batch.sample_ids)),
-            )
+        sizes = [astuple(batch.size) for batch in step.micro_batches]
+        largest = MicroBatchSize(*map(max, zip(astuple(largest), *sizes, strict=True)))
     by_ranks = {plan.batch_layout.num_ranks: balances}
     for count in set(rank_counts) - {plan.batch_layout.num_ranks}:
         other = replace(plan, batch_layout=replace(plan.batch_layout, num_ranks=count))

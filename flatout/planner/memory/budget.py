@@ -176,8 +176,12 @@ def choose_micro_batch(
     num_tokens = tokens.rank_step_tokens if whole_step else tokens.longest_sample
     if fit_tokens < num_tokens and not configured:
         need = model.estimate(tokens.micro_batch(num_tokens), level).total_bytes / (1 - MARGIN)
-        full = [Fix({"method": "lora"}), Fix({"optim.name": "adamw8bit"})]
-        fixes = [Fix({"base.storage": "nf4"})] if settings.method == "lora" else full
+        if settings.method == "lora":
+            fixes = [Fix({"base.storage": "nf4"})]
+        else:
+            # a class of a person's own is named by optim.path
+            own = {} if settings.optimizer.make else {"optim.path": None}
+            fixes = [Fix({"method": "lora"}), Fix({**own, "optim.name": "adamw8bit"})]
         single = "the longest sample" if tokens.unit_samples == 1 else "the largest unit"
         what = "a whole step (full.update=backward)" if whole_step else single
         if settings.precision == "auto" and model.precision == "fp32":

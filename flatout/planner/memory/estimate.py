@@ -246,13 +246,11 @@ class MemoryModel:
         rest = replace(self, shape=self.shape.without_experts, parallel_layout=layout)
         models = (replace(self, parallel_layout=SINGLE_RANK), replace(rest, parallel_layout=SINGLE_RANK), rest)
         replicated, replicated_rest, sharded = (model.fitted_estimate(size, recompute, accumulates) for model in models)
-        return replace(
-            replicated,
-            weights_bytes=sharded.weights_bytes + replicated.weights_bytes - replicated_rest.weights_bytes,
-            adapter_bytes=sharded.adapter_bytes + replicated.adapter_bytes - replicated_rest.adapter_bytes,
-            gradients_bytes=sharded.gradients_bytes + replicated.gradients_bytes - replicated_rest.gradients_bytes,
-            optimizer_bytes=sharded.optimizer_bytes + replicated.optimizer_bytes - replicated_rest.optimizer_bytes,
-        )
+        state = {
+            part: getattr(sharded, part) + getattr(replicated, part) - getattr(replicated_rest, part)
+            for part in ("weights_bytes", "adapter_bytes", "gradients_bytes", "optimizer_bytes")
+        }
+        return replace(replicated, **state)
 
     def _sharded(self, replicated: MemoryEstimate, num_adapter: int) -> MemoryEstimate:
         """Return the estimate with sharded state, plus the weights and gradients that are temporarily unsharded."""

@@ -20,8 +20,6 @@ _BLOCK_TOKENS, _MIN_WIDTH, _MAX_WIDTH = 1 << 22, 16, 4096
 _COPIED_TOKENS = 1 << 20
 # a group is cut into parts whose tokens are at least so many times its prefix, so that little is computed again
 _LEAST_PART = 5
-# places that one entry of the table of minima covers
-_ROW = 32
 
 
 class Indexable(Protocol):
@@ -86,33 +84,13 @@ class PrefixIndex:
 
     def common(self, first: NDArray[np.int64], last: NDArray[np.int64]) -> NDArray[np.int32]:
         """Return the tokens that all samples from `first` to `last` share, as arrays of places, first < last."""
-        rows, minima = self._minima
-        start, end = first + 1, last
-        start_row, end_row = start // _ROW, end // _ROW
-        columns = np.arange(_ROW)
-        infinite = np.iinfo(np.int32).max
-
-        def least(row: NDArray[np.int64], low: NDArray[np.int64], high: NDArray[np.int64]) -> NDArray[np.int32]:
-            inside = (columns >= low[:, None]) & (columns <= high[:, None])
-            return np.asarray(np.where(inside, rows[row], infinite).min(axis=1))
-
-        is_one = start_row == end_row
-        lengths = least(start_row, start % _ROW, np.where(is_one, end % _ROW, _ROW))
-        lengths = np.minimum(lengths, least(end_row, np.where(is_one, start % _ROW, 0), end % _ROW))
-        between = end_row - start_row - 1
-        level = np.log2(np.maximum(between, 1)).astype(np.int64)
-        inner = [minima[level, row % len(rows)] for row in (start_row + 1, end_row - (1 << level))]
-        return np.asarray(np.minimum(lengths, np.where(between > 0, np.minimum(*inner), infinite)))
+        bounds = np.stack([first + 1, last + 1], axis=1).ravel()
+        return np.minimum.reduceat(self._bounded, bounds)[::2]
 
     @cached_property
-    def _minima(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return `shared` in rows, and the minima of 1, 2, 4, ... consecutive rows (a sparse table)."""
-        rows = np.pad(self.shared, (0, -len(self.shared) % _ROW)).reshape(-1, _ROW)
-        minima = [rows.min(axis=1)]
-        for level in range((len(rows) - 1).bit_length()):
-            ahead = np.roll(minima[-1], -(1 << level))
-            minima.append(np.minimum(minima[-1], ahead))
-        return rows, np.stack(minima)
+    def _bounded(self) -> NDArray[np.int32]:
+        """`shared` and one more place, at which the last span may end."""
+        return np.append(self.shared, np.int32(0))
 
 
 class _Cluster(NamedTuple):

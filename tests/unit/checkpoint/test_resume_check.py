@@ -121,6 +121,14 @@ def test_other_data_is_refused_with_name_and_rows():
     assert raised.value.fixes[0].settings == {"checkpoint.allow_change": ["data", "plan"]}
 
 
+def test_each_part_that_differs_is_named():
+    old, new = ({**OLD, "objective": name, "optim": name} for name in ("a", "b"))
+    with pytest.raises(OtherRunError, match=r"^the objective and the optim differ from what"):
+        refuse_other_data(old, new)
+    with pytest.raises(OtherRunError, match=r"^the data and the objective differ from what"):
+        refuse_other_data(OLD, {**NEW, "objective": "b"})
+
+
 def test_a_plan_alone_is_refused_unless_a_named_change_explains_it():
     now = {**OLD, "plan": "p2"}
     with pytest.raises(CheckpointError, match="plan: p1 in the checkpoint, p2 now"):

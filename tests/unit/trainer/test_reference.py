@@ -359,7 +359,7 @@ def test_a_run_resumes_only_with_the_reference_that_it_had(tiny, root):
     longer: dict[str, Any] = {"checkpoint": {"allow_change": ["batch.max_steps"]}, "objective": objective}
     trained(config_of(tiny, root, "run", **longer, batch={"max_steps": 2}))
     shutil.copy(root / "other" / "final" / "adapter_model.safetensors", adapter)
-    with pytest.raises(CheckpointError, match="the objective differs from the one the checkpoint was trained with"):
+    with pytest.raises(CheckpointError, match="the objective differs from what the checkpoint was trained on"):
         trained(config_of(tiny, root, "run", **longer, batch={"max_steps": 3}))
 
 
