@@ -163,10 +163,10 @@ def plain_torch():
 @pytest.fixture
 def real_ranks(monkeypatch):
     """For tests of how ranks begin."""
-    from flatout.io import child_process
+    from flatout.io import own_files
     from flatout.launch import ranks
 
-    monkeypatch.setattr(ranks, "start_python", child_process.start_python)
+    monkeypatch.setattr(ranks, "start_python", own_files.start_python)
 
 
 @pytest.hookimpl(trylast=True)  # of what is left after -m

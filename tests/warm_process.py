@@ -92,7 +92,7 @@ class WarmProcess:
 
 
 def start_python(words: Sequence[str], log: Path, *, append: bool = True, **options: Any) -> WarmProcess:
-    """`flatout.io.child_process.start_python`, warm."""
+    """`flatout.io.own_files.start_python`, warm."""
     return WarmProcess(words, options.get("env") or os.environ, log, options.get("cwd"), append=append)
 
 

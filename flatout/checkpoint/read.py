@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flatout.checkpoint.manifest import Manifest, refuse_other_save
 from flatout.checkpoint.tensor_file import DTYPES, open_tensor_file
-from flatout.errors import CheckpointError, Fix
+from flatout.errors import CheckpointError
 from flatout.io.json_file import parse_json
 from flatout.parallel.shards import as_global, local_shard_of
 
@@ -113,15 +113,10 @@ class CheckpointTensors(Mapping[str, Tensor]):
                     raise CheckpointError(f"{piece.path}: {name} is not finite; it was edited or damaged")
 
     def like(self, name: str, parameter: Tensor) -> Tensor:
-        """Return a new tensor with the parameter's shape, sharding and device, in the files' dtype.
+        """Return a new tensor with the parameter's shape, which is the saved one, and its sharding and device.
 
-        Raises CheckpointError when the shapes differ: such a state cannot be sharded like the parameter.
+        It has the files' dtype.
         """
-        if self.shapes[name] != (shape := local_shard_of(parameter).shape):
-            raise CheckpointError(
-                f"{name} has shape {self.shapes[name]}, its parameter {shape}, which cannot be sharded alike",
-                [Fix({"strategy": "ddp"})],
-            )
         tensor = torch.empty_like(parameter.detach(), dtype=self.dtype(name))
         self.copy_into(name, as_global(tensor, parameter))
         return tensor

@@ -236,28 +236,3 @@ def remove_unfinished(folder: Path) -> None:
         if UNFINISHED.fullmatch(path.name) and path.is_file() and not path.is_symlink():
             with suppress(OSError):
                 path.unlink()
-
-
-def open_own(path: Path, flags: int) -> int:
-    """Open or create a file of flatout's own. Raises OSError, and SecurityError for a link, a pipe or a device."""
-    try:
-        # O_NONBLOCK: a pipe that nobody reads would block
-        fd = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise SecurityError(
-                f"{path} is a symbolic link; flatout does not write through links: remove it"
-            ) from error
-        raise
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise SecurityError(f"{path} is not a regular file; remove it")
-    return fd
-
-
-def is_same_file(fd: int, path: Path) -> bool:
-    """Return whether `path` still refers to the open file, so it was not deleted or replaced."""
-    try:
-        return os.path.samestat(os.fstat(fd), path.lstat())
-    except OSError:
-        return False

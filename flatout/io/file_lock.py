@@ -15,8 +15,9 @@ from typing import Self
 
 from flatout.errors import ResourceError
 from flatout.io.bounded_wait import BoundedWait, to_stderr
-from flatout.io.durable_io import DurableIO, is_same_file, open_own
+from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import now_utc
+from flatout.io.own_files import is_same_file, open_own
 from flatout.io.redact import printable
 
 # a large data set takes hours to build, and others wait for it

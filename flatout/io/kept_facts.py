@@ -11,10 +11,9 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -32,18 +31,11 @@ _CODE = (".py", ".jinja", ".cu")
 _METADATA = re.compile(r"(?!flatout[-.]).*\.(dist|egg)-info")
 
 
-@dataclass(frozen=True, slots=True)
-class KeptFacts:
+class KeptFacts(NamedTuple):
     """A JSON object of facts, and when they were found out (ISO 8601, UTC)."""
 
     facts: Mapping[str, Any]
     when: str
-
-    @property
-    def since(self) -> str:
-        """Words for a line: when this was found out."""
-        when = self.when.replace("T", " ").replace("+00:00", " UTC")
-        return f"checked {when} with the same code, model, settings and device"
 
 
 def find_facts(kind: str, key: Mapping[str, Any], tell: Tell = lambda line: None) -> KeptFacts | None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from flatout.environment import LOGS, PARENT, RANK_VARIABLES, STATUS_BOARD, STORE_SOCKET
 from flatout.errors import Fix, ResourceError
 from flatout.io.bounded_wait import BoundedWait
-from flatout.io.child_process import start_python
 from flatout.io.no_gpu import VISIBLE
+from flatout.io.own_files import start_python
 from flatout.io.status_board import StatusBoard
 from flatout.io.stop_signals import SIGNAL_EXIT_CODE
 from flatout.launch.rendezvous import LOOPBACK, RendezvousInfo

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -53,15 +53,8 @@ class Slots:
         self._starts, self._shifts = self._rows.int() * cache.length, torch.zeros_like(self._rows)
 
     def admit(self, groups: Sequence[Group]) -> Tensor:
-        admitted, waiting = [], list(groups)
-        while waiting:
-            count, num_tokens = 1, len(waiting[0][0])
-            while count < len(waiting) and num_tokens + len(waiting[count][0]) <= self._model.max_pass_tokens:
-                num_tokens += len(waiting[count][0])
-                count += 1
-            admitted.append(self._fill(waiting[:count]))
-            waiting = waiting[count:]
-        return torch.cat(admitted)
+        passes = in_passes([len(prompt) for prompt, _ in groups], self._model.max_pass_tokens)
+        return torch.cat([self._fill(groups[part]) for part in passes])
 
     def _fill(self, groups: Sequence[Group]) -> Tensor:
         """Compute prompts in one pass, and copy the keys of each to the slots of its answers."""
@@ -153,23 +146,27 @@ class Recomputed:
 
     def _pass(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """Return the logits after each sequence, in as few passes as hold them."""
-        logits, group, is_padded = list[Tensor](), list[Sequence[int]](), self._model.is_padded
-        for index, sequence in enumerate(sequences):
-            group.append(sequence)
-            following = [len(candidate) for candidate in (*group, *sequences[index + 1 : index + 2])]
-            padded = row_length(max(following))
-            num_tokens = len(following) * padded if is_padded else sum(following)
-            if len(following) == len(group) or num_tokens > self._model.max_pass_tokens:
-                padded = row_length(max(map(len, group)))
-                batch = last_rows_of(group, self._model, row_length=padded if is_padded else None)
-                logits.append(self._model.logits(batch))
-                group = []
+        model, logits = self._model, list[Tensor]()
+        for part in in_passes([*map(len, sequences)], model.max_pass_tokens, is_padded=model.is_padded):
+            padded = row_length(max(map(len, sequences[part]))) if model.is_padded else None
+            logits.append(model.logits(last_rows_of(sequences[part], model, row_length=padded)))
         return torch.cat(logits)
 
     def move(self, pairs: list[tuple[int, int]], num_answers: int) -> None:
         for old, new in pairs:
             self._sequences[new] = self._sequences[old]
         del self._sequences[num_answers:]
+
+
+def in_passes(lengths: Sequence[int], most_tokens: int, *, is_padded: bool = False) -> Iterator[slice]:
+    """Cut sequences of these lengths into passes of at most `most_tokens`, with at least one sequence in each."""
+    start = 0
+    for end in range(1, len(lengths) + 1):
+        with_next = lengths[start : end + 1]
+        num_tokens = len(with_next) * row_length(max(with_next)) if is_padded else sum(with_next)
+        if end == len(lengths) or num_tokens > most_tokens:
+            yield slice(start, end)
+            start = end
 
 
 def newest_tokens(tokens: Tensor, positions: Tensor, rows: Tensor) -> PackedBatch:

@@ -27,9 +27,9 @@ from flatout.api.settings import (
     with_values,
 )
 from flatout.errors import DataError, Fix, FlatoutError, ResourceError, UsageError
-from flatout.io.child_process import start_python
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import RunLock, holder_of
+from flatout.io.own_files import start_python
 from flatout.io.redact import printable, redacted
 from flatout.studio.workspace import TRASH, Workspace
 from flatout.view.report import run_fragment

@@ -28,12 +28,11 @@ from flatout.config.folders import is_run_folder
 from flatout.config.track import TrackConfig
 from flatout.environment import LOGS, PARENT, RANK_VARIABLES, SECRET, STORE_SOCKET, environment
 from flatout.errors import DataError, FlatoutError, ResourceError, reason_of
-from flatout.io.append import AppendFile
 from flatout.io.bounded_wait import to_stderr
-from flatout.io.child_process import start_python
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import locked
 from flatout.io.json_file import now_utc, read_json
+from flatout.io.own_files import AppendFile, start_python
 from flatout.io.redact import printable, redacted, secrets_of
 from flatout.track.callback import Callback, deliver
 from flatout.track.record import RunEnd, RunStart, StepRecord

@@ -15,8 +15,8 @@ from xxhash import xxh3_128_hexdigest
 
 from flatout.config.folders import RUN_NAME, mark_run, run_identity
 from flatout.errors import DataError, FlatoutError, ResourceError
-from flatout.io.append import AppendFile
 from flatout.io.durable_io import DurableIO, remove_unfinished
+from flatout.io.own_files import AppendFile
 from flatout.track.callback import Callback
 from flatout.track.record import (
     AnswersRecord,

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from flatout.checkpoint.tensor_file import encode_tensors, open_tensor_file
 from flatout.errors import CheckpointError, ResourceError, SecurityError
-from flatout.io.append import AppendFile
 from flatout.io.durable_io import DurableIO, FileFacts, digest
 from flatout.io.file_lock import RunLock, locked
 from flatout.io.json_file import read_json
+from flatout.io.own_files import AppendFile
 
 DTYPES = [
     torch.float64,

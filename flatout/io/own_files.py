@@ -1,12 +1,43 @@
-"""Append whole lines to a file during a run; when writing fails, lines are lost, but the run continues."""
+"""Files of flatout's own that stay open: lines that are appended during a run, and the output of a child process."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from flatout.errors import FlatoutError
-from flatout.io.durable_io import DurableIO, is_same_file, open_own
+from flatout.errors import FlatoutError, SecurityError
+from flatout.io.durable_io import DurableIO
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Open or create a file of flatout's own. Raises OSError, and SecurityError for a link, a pipe or a device."""
+    try:
+        # O_NONBLOCK: a pipe that nobody reads would block
+        fd = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise SecurityError(
+                f"{path} is a symbolic link; flatout does not write through links: remove it"
+            ) from error
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise SecurityError(f"{path} is not a regular file; remove it")
+    return fd
+
+
+def is_same_file(fd: int, path: Path) -> bool:
+    """Return whether `path` still refers to the open file, so it was not deleted or replaced."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except OSError:
+        return False
 
 
 class AppendFile:
@@ -58,3 +89,22 @@ class AppendFile:
         if tail and not tail.endswith(b"\n"):
             os.ftruncate(fd, size_bytes - len(tail) + tail.rfind(b"\n") + 1)
         return fd
+
+
+def start_python(words: Sequence[str], log: Path, *, append: bool = True, **options: Any) -> subprocess.Popen[bytes]:
+    """Start `python WORDS` in a session of its own, which no Ctrl-C in this terminal reaches, with its output in `log`.
+
+    `options` are of Popen. Raises OSError, and SecurityError for a log that is a link.
+    """
+    output = open_own(log, os.O_WRONLY | (os.O_APPEND if append else os.O_TRUNC))
+    try:
+        return subprocess.Popen(
+            [sys.executable, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            **options,
+        )
+    finally:
+        os.close(output)
