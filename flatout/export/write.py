@@ -164,7 +164,6 @@ def _write_adapter(trained: ModelPaths, out: Path, name: str) -> Exported:
         raise UsageError(f"adapter: vLLM does not take adapters with {obstacle}; leave it out to merge the adapter")
     with durable_io.replace_dir(out) as new, durable_io.resource_errors("write", out):
         shutil.copytree(trained.adapter, new, dirs_exist_ok=True)
-        durable_io.sync_tree(new)
     base = shlex.quote(trained.base) + (f" --revision {shlex.quote(trained.revision)}" if trained.revision else "")
     words = f"--enable-lora --lora-modules {shlex.quote(f'{name}={out}')} --max-lora-rank {allowed}"
     # what the base model's files do not say: the template, and the tokens that end an answer
@@ -215,5 +214,4 @@ def _write_gguf(
             note += f"; {about}"
         for leftover in (plain, merged):
             durable_io.remove_tree(leftover)
-        durable_io.sync_tree(new)
     return Exported(path, command, note)

@@ -172,7 +172,7 @@ class DurableIO:
 
     @contextmanager
     def replace_dir(self, folder: Path, *, aside: Path | None = None) -> Iterator[Path]:
-        """Yield an empty folder beside `folder`, to fill and sync; it then becomes `folder`, and the old one `aside`.
+        """Yield an empty folder beside `folder`, to fill; it is synced and becomes `folder`, and the old one `aside`.
 
         This takes two renames: after a crash between them, there is nothing at `folder`. Without `aside`, the old one
         must be empty or missing. If the body raises, the new folder is removed; one that a crash left behind is removed
@@ -183,6 +183,7 @@ class DurableIO:
         self.make_dir(new)
         try:
             yield new
+            self.sync_tree(new)
         except BaseException:
             with suppress(ResourceError):  # the first failure is the one to report
                 self.remove_tree(new)

@@ -105,7 +105,6 @@ def publish_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
             except SafetensorError as error:
                 remedy = "free some space or choose a different folder"
                 raise ResourceError(f"cannot write {folder}: {error}; {remedy}") from error
-        durable_io.sync_tree(new)
 
 
 def merge_adapter(target: str, out: Path, *, base: str | None = None, device: str = "cpu") -> str:

@@ -35,10 +35,10 @@ from flatout.models.model_with_loss import next_logits
 from flatout.models.packed import flatten_samples
 from flatout.models.token_head import TokenHead
 from flatout.rollout import backends
+from flatout.rollout.decode import choose, uniform
 from flatout.rollout.in_process import InProcess
 from flatout.rollout.sampler import Completion, SamplingParams
 from flatout.rollout.sampler_model import TOLERANCES, SamplerModel, make_sampler_model
-from flatout.rollout.sampling import choose, uniform
 
 CPU = torch.device("cpu")
 PROMPTS = [np.random.default_rng(n).integers(3, VOCAB_SIZE, n).tolist() for n in (5, 17, 1, 9, 12)]
