@@ -12,27 +12,31 @@ from flatout.planner.settings import PlanSettings
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """A strategy and its sizes: `num_replicas` groups of `num_shards` ranks, each group holding the whole state once.
-
-    `reshard_after_forward`: a layer's gathered weights are dropped after its forward pass. `offload`: the state is kept
-    in host memory. `sums_late`: gradients are unsharded until the last micro-batch. `keeps_gradients`: their memory
-    stays allocated between steps. `buffers_bytes`: the strategy's additional buffers. `compiles`: layers can be
-    compiled. `expert_ranks` consecutive ranks share each layer's experts, `context_ranks` each micro-batch's tokens.
-    `reason` is a line for the console.
-    """
+    """A strategy and its sizes."""
 
     strategy: StrategyName = "single"
     num_shards: int = 1
+    """Ranks that hold the whole state together, each a part."""
     num_replicas: int = 1
+    """Groups of so many ranks."""
     reshard_after_forward: bool = False
+    """Whether a layer's gathered weights are dropped after its forward pass."""
     offload: bool = False
+    """Whether the state is kept in host memory."""
     reason: str = "single: one rank"
+    """A line for the console."""
     sums_late: bool = False
+    """Whether gradients are unsharded until the last micro-batch."""
     keeps_gradients: bool = False
+    """Whether their memory stays allocated between steps."""
     buffers_bytes: int = 0
+    """Additional buffers of the strategy."""
     compiles: bool = True
+    """Whether layers can be compiled."""
     expert_ranks: int = 1
+    """Consecutive ranks that share each layer's experts."""
     context_ranks: int = 1
+    """Consecutive ranks that share each micro-batch's tokens."""
 
     def data_parallel_rank_of(self, rank_index: int) -> int:
         """Return which `StepPlan.by_rank` a rank takes: ranks that share micro-batches take the same."""

@@ -20,16 +20,16 @@ _UNKNOWN_BYTES = 48
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """A linear layer inside a decoder layer: its name relative to that layer, input and output width.
-
-    A matrix of fused experts exists `num_experts` times, and a token uses `num_used` of them.
-    """
+    """A linear layer inside a decoder layer, or a matrix of its fused experts."""
 
     name: str
+    """Its name relative to the decoder layer."""
     num_in: int
     num_out: int
     num_experts: int = 1
+    """How many experts have such a matrix."""
     num_used: int = 1
+    """How many of them a token uses."""
 
     @property
     def num_weights(self) -> int:
@@ -38,57 +38,60 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """One decoder layer.
-
-    `linears` are all plain linear layers, `experts` the matrices of fused experts that can have adapters.
-    `num_active_weights` counts the matrix entries that one token is multiplied by, those of its experts and the router
-    included. `mixer_elements` counts what one token saves for the backward pass in attention (queries, keys, values,
-    output) or a recurrent mixer, and `mlp_elements` elsewhere: the outputs of the gate and up projections, their
-    product, and the same for each of the token's experts with its input and output; of these, grouped products do not
-    save `unsaved_elements`. `pair_width` is heads x (width of a query + width of a value), which a query-key pair is
-    multiplied by; 0 without softmax attention. `key_width` is that of a token's keys and values. `has_window`: it
-    attends to `sliding_window` tokens.
-    """
+    """One decoder layer."""
 
     linears: tuple[Linear, ...]
+    """All plain linear layers."""
     num_active_weights: int
+    """Matrix entries that one token is multiplied by, those of its experts and the router included."""
     mixer_elements: int
+    """What one token saves for the backward pass in attention (queries, keys, values, output) or a recurrent mixer."""
     mlp_elements: int
+    """What it saves elsewhere: the outputs of the gate and up projections, their product, and the same for each of the
+    token's experts with its input and output."""
     pair_width: int
+    """Heads x (width of a query + width of a value), which a query-key pair is multiplied by; 0 without softmax
+    attention."""
     has_window: bool
+    """Whether it attends to `sliding_window` tokens."""
     unsaved_elements: int = 0
+    """Those of `mlp_elements` that grouped products do not save."""
     experts: tuple[Linear, ...] = ()
+    """The matrices of fused experts that can have adapters."""
     key_width: int = 0
+    """The width of a token's keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
 class TowerShape:
-    """The part of a model that makes tokens of pictures.
-
-    A patch of `patch_values` numbers is multiplied by `per_patch` matrix entries in the tower's layers, and a token by
-    `per_token` in what projects it. `pair_width` is that of a pair of patches: heads x (query + value) of all layers
-    without windows. Pictures are cut into images of at most `image_patches`, whose patches see each other; None: they
-    are not cut. A patch has `width` channels in `num_layers` layers, in each of which the MLP computes `mlp_width`
-    more, and `rotates`: queries and keys turn in fp32. A token's features have `feature_width` elements, and what
-    projects them reads and writes `projected_width`. `num_trained` counts the parameters of the parts that are not
-    frozen. The layers take `layer_passes` as long as their forward pass does, and what projects patches
-    `token_passes`.
-    """
+    """The part of a model that makes tokens of pictures."""
 
     patch_values: int
+    """Numbers of a patch."""
     per_patch: int
+    """Matrix entries of the layers that a patch is multiplied by."""
     per_token: int
+    """Matrix entries that a token is multiplied by in what projects it."""
     pair_width: int
+    """Heads x (query + value) of all layers without windows."""
     width: int
+    """Channels of a patch."""
     mlp_width: int
     num_layers: int
     rotates: bool
+    """Whether queries and keys turn in fp32."""
     feature_width: int
+    """Elements of a token's features."""
     projected_width: int
+    """Elements that the projection of a token reads and writes."""
     image_patches: int | None = None
+    """Pictures are cut into images of at most so many patches, which see each other; None: they are not cut."""
     num_trained: int = 0
+    """Parameters of the parts that are not frozen."""
     layer_passes: int = 1
+    """Time of the layers in a step, in forward passes."""
     token_passes: int = 1
+    """The same of what projects patches."""
 
     def flops(self, num_values: ArrayLike, num_tokens: ArrayLike) -> NDArray[np.float64]:
         """Return the FLOPs of each picture's passes, forward and backward, of so many numbers and tokens."""
@@ -121,43 +124,44 @@ class TowerShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of the text part of a decoder-only model.
-
-    `num_params` counts a tied embedding once, `num_tower_params` what is loaded but not used for text, such as a vision
-    tower. `num_heads` and `head_dim`, the width of a query or key, are the largest over the layers, 0 if none has
-    softmax attention. `num_logits` are the tokens that a model predicts if it cuts the padding of `vocab_size` off its
-    logits; None: all. `max_positions` is the longest sequence that the model was made for; `has_position_table` means
-    that it has no positions beyond that. `embedding` and `head` are full names; `modules` are all modules by full name
-    with the number of parameters that each holds itself. `outer_linears`, by full name, are those that text passes
-    through outside layers and head. `scores`: the model has a few scores of a text in place of logits over the
-    vocabulary. `groups_experts`: flatout's grouped products can compute the experts. `picture_values` is the most that
-    a sample of the data has of its pictures' numbers for each of its tokens, `picture_tokens` the largest share of
-    tokens that are theirs, `tower` what reads them.
-    """
+    """Sizes of the text part of a decoder-only model."""
 
     model_type: str
     num_params: int
+    """A tied embedding counts once."""
     num_tower_params: int
+    """What is loaded but not used for text, such as a vision tower."""
     hidden_size: int
     vocab_size: int
     num_heads: int
     head_dim: int
+    """The width of a query or key; both are the largest over the layers, 0 if none has softmax attention."""
     tied: bool
     sliding_window: int | None
     has_experts: bool
     max_positions: int | None
+    """The longest sequence that the model was made for."""
     has_position_table: bool
+    """Whether it has no positions beyond that."""
     layers_path: str
     layers: tuple[LayerShape, ...]
     groups_experts: bool = False
+    """Whether flatout's grouped products can compute the experts."""
     embedding: str = ""
     head: str = ""
+    """Full names."""
     modules: tuple[tuple[str, int], ...] = ()
+    """All modules by full name, with the number of parameters that each holds itself."""
     outer_linears: tuple[Linear, ...] = ()
+    """By full name, those that text passes through outside layers and head."""
     num_logits: int | None = None
+    """The tokens that a model predicts if it cuts the padding of `vocab_size` off its logits; None: all."""
     scores: bool = False
+    """Whether it has a few scores of a text in place of logits over the vocabulary."""
     picture_values: float = 0.0
+    """The most that a sample of the data has of its pictures' numbers for each of its tokens."""
     picture_tokens: float = 0.0
+    """The largest share of a sample's tokens that are its pictures'."""
     tower: TowerShape | None = None
 
     @property

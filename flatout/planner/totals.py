@@ -25,19 +25,12 @@ class Balance:
 
 @dataclass(frozen=True, slots=True)
 class PlanTotals:
-    """What a run will do. Counts are of the whole run, but `num_samples` and `num_units` of the data set.
-
-    `num_units` is None where each sample is one. `num_naive_tokens` is what a padding loader would compute for the same
-    steps, `padding_avoided` the share of them that is padding and not computed here, `padding_share` that of the
-    computed tokens. `num_shared_tokens` of the `num_tokens` are not computed again, as samples of one micro-batch share
-    them. `num_estimate_tokens` come on top, for what an objective estimates before gradients, and once
-    `num_reference_tokens` for its reference; `flops` counts both. `time_s` is None without a throughput. All is exact
-    but the memory, which is estimated, and the balance at other numbers of ranks, taken from `NUM_BALANCE_STEPS` steps.
-    """
+    """What a whole run will do."""
 
     num_ranks: int
     num_steps: int
     num_samples: int
+    """Samples of the data set, without those held out."""
     num_held_out: int
     epochs: float
     num_tokens: int
@@ -47,18 +40,28 @@ class PlanTotals:
     max_micro_batch_labels: int
     max_micro_batch_documents: int
     num_naive_tokens: int
+    """What a padding loader would compute for the same steps."""
     flops: float
+    """With those of passes without gradients."""
     balances: tuple[Balance, ...]
+    """At other numbers of ranks, from `NUM_BALANCE_STEPS` steps."""
     memory: MemoryEstimate | None
     time_s: float | None
+    """None without a throughput."""
     fingerprint: str
     label_share: float
     padding_avoided: float
+    """The share of `num_naive_tokens` that is padding and not computed here."""
     padding_share: float
+    """The share of padding in the computed tokens."""
     num_shared_tokens: int = 0
+    """Of `num_tokens`, those that are not computed again, as samples of one micro-batch share them."""
     num_estimate_tokens: int = 0
+    """On top of `num_tokens`, for what an objective estimates before gradients."""
     num_reference_tokens: int = 0
+    """On top, once, for an objective's reference."""
     num_units: int | None = None
+    """Units of the data set; None where each sample is one."""
     layout: str = "packed"
 
 

@@ -63,26 +63,28 @@ def check_options(max_new_tokens: Any, temperature: Any, top_p: Any, top_k: Any,
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn: from softmax(logits / temperature), cut by the next three in this order; 0 is greedy.
-
-    `top_k` keeps so many of the likeliest tokens, `top_p` the fewest that have this probability together, and `min_p`
-    those with at least this share of the likeliest one's (None: all). Before that, logits of tokens that the prompt or
-    the answer has are divided by `repetition_penalty` where they are positive, else multiplied (CTRL,
-    arXiv:1909.05858). `never_ids` are not drawn. An answer ends after one of `stop_ids`, after `max_new_tokens`, or at
-    `max_positions` with its prompt. The draws of a completion depend on `seed`, its prompt's index and its own, and on
-    nothing else.
-    """
+    """How tokens are drawn: from softmax(logits / temperature), cut by top_k, top_p and min_p in this order."""
 
     max_new_tokens: int
     temperature: float = 0.0
+    """0 is greedy."""
     top_k: int | None = None
+    """Keep so many of the likeliest tokens; None: all, here and below."""
     top_p: float | None = None
+    """Keep the fewest tokens that have this probability together."""
     min_p: float | None = None
+    """Keep those with at least this share of the likeliest one's probability."""
     repetition_penalty: float = 1.0
+    """Before that, logits of tokens that the prompt or the answer has are divided by it where they are positive, else
+    multiplied (CTRL, arXiv:1909.05858)."""
     seed: int = 0
+    """The draws of a completion depend on it, its prompt's index and its own, and on nothing else."""
     stop_ids: frozenset[int] = frozenset()
+    """An answer ends after one of these."""
     never_ids: frozenset[int] = frozenset()
+    """Tokens that are not drawn."""
     max_positions: int | None = None
+    """An answer ends where it has so many tokens with its prompt."""
 
 
 @dataclass(frozen=True, slots=True)

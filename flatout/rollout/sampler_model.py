@@ -28,29 +28,29 @@ Logits = Callable[[PackedBatch], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class SamplerModel:
-    """A model in this process, whose weights may change between calls of a sampler.
-
-    `logits` computes a pass, of at most `max_pass_tokens` tokens. A cache is exact if log-probabilities with it are on
-    average within `tolerance` of those without. In a `packed_context` the model computes packed documents; None if it
-    cannot. `is_padded`: passes without a cache are padded. `prefers_own_cache`: a single answer is sampled by
-    transformers' own attention and cache. `in_lockstep`: other ranks take part in every pass. `broadcast_tokens`
-    returns the first rank's tokens, `all_reduce_min` the smallest number of any rank. `log` gets lines for people.
-    `pictures` adds those of prompts to batches; None if no prompt has any.
-    """
+    """A model in this process, whose weights may change between calls of a sampler."""
 
     pretrained: PreTrainedModel
     logits: Logits
     device: torch.device
     tolerance: float
+    """A cache is exact if log-probabilities with it are on average so close to those without."""
     max_pass_tokens: int
     is_padded: bool
+    """Whether passes without a cache are padded."""
     packed_context: Callable[[], AbstractContextManager[object]] | None
+    """In it, the model computes packed documents; None if it cannot."""
     prefers_own_cache: bool = False
+    """Whether a single answer is sampled by transformers' own attention and cache."""
     in_lockstep: bool = False
+    """Whether other ranks take part in every pass."""
     broadcast_tokens: Callable[[Tensor], Tensor] = lambda tokens: tokens
+    """Returns the first rank's tokens."""
     all_reduce_min: Callable[[int], int] = lambda number: number
+    """Returns the smallest number of any rank."""
     log: Callable[[str], None] = lambda line: None
     pictures: PicturePacker | None = None
+    """Adds those of prompts to batches; None if no prompt has any."""
 
 
 def make_sampler_model(model: PreTrainedModel, log: Callable[[str], None] = lambda line: None) -> SamplerModel:

@@ -40,19 +40,18 @@ LONGEST_TOKENS = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class TokenStatistics:
-    """A run's token counts: the longest sample, the maximum of one step on one rank, label share and mean length.
-
-    Where units have several samples, `unit_samples` is the most, and the largest unit counts as the longest sample. The
-    first two count the padding of rows, whose largest pass without a budget has `largest_row_pass` tokens. Tokens
-    are those computed, so prefixes that samples share raise the share of labels and lower the mean length.
-    """
+    """The counts of a run's tokens that are computed: without shared prefixes, and with the padding of rows."""
 
     longest_sample: int
+    """That of the largest unit, where units have several samples."""
     rank_step_tokens: int
+    """The most of one step on one rank."""
     label_share: float
     mean_length: float
     largest_row_pass: int | None = None
+    """The largest pass of padded rows without a budget; None: packed."""
     unit_samples: int = 1
+    """The most samples of a unit."""
 
     @property
     def largest_pass_tokens(self) -> int:
@@ -85,17 +84,16 @@ class TokenStatistics:
 
 @dataclass(frozen=True, slots=True)
 class MemoryDecision:
-    """The chosen settings and the reason. `model` and `budget_bytes` are None without a GPU.
-
-    `accumulates`: some rank has several micro-batches in a step.
-    """
+    """The chosen settings and the reason."""
 
     micro_batch_tokens: int
     recompute: Recompute
     reason: str
     model: MemoryModel | None = None
     budget_bytes: int | None = None
+    """None without a GPU, as the model."""
     accumulates: bool = True
+    """Whether some rank has several micro-batches in a step."""
 
     @property
     def transposed_weights(self) -> bool:

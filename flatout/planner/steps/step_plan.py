@@ -22,22 +22,20 @@ ROW_CUTS, ROW_SLACK = (1, 2, 3, 4), 1.05
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One forward pass on one rank: these samples, in this order, as one flat stream of tokens.
-
-    With `row_length`, each sample is a row, padded on the right to that many tokens. `num_tokens` are the real ones.
-    A filler equalizes the number of micro-batches across ranks; its labels are masked because
-    its sample is already counted. The stream is padded to at least `fill_tokens`, as long as those of other ranks.
-    `shared` are prefixes (tokens, samples) that the first samples share, in their order; `num_tokens` counts them for
-    each sample, though the pass computes them once.
-    """
+    """One forward pass on one rank: these samples, in this order, as one flat stream of tokens."""
 
     sample_ids: tuple[int, ...]
     num_tokens: int
+    """Tokens of all samples, without padding, and with a shared prefix in each sample that has it."""
     num_label_tokens: int
     is_filler: bool = False
+    """Whether it equalizes the ranks' numbers of micro-batches: its sample is counted elsewhere, so it has no loss."""
     row_length: int | None = None
+    """Each sample is a row, padded on the right to so many tokens; None: packed."""
     fill_tokens: int = 0
+    """The stream is padded to at least so many tokens, as long as those of other ranks."""
     shared: tuple[tuple[int, int], ...] = ()
+    """Prefixes (tokens, samples) that the first samples share, in their order; the pass computes each once."""
 
     @property
     def num_shared_tokens(self) -> int:
@@ -59,21 +57,20 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One optimizer step over all ranks.
-
-    `index` counts steps from 0 over the whole run, `epoch` counts passes from 0. `num_label_tokens` are those of
-    all ranks, which normalize cross-entropy. `by_rank[r]` are rank r's micro-batches (may be empty if there are
-    fewer samples than ranks; in lockstep all ranks have the same number, including fillers). `balance` is mean / max of
-    the ranks' FLOPs without fillers (1.0 is perfect).
-    """
+    """One optimizer step over all ranks."""
 
     index: int
+    """Counts steps from 0 over the whole run."""
     epoch: int
+    """Counts passes over the data from 0."""
     sample_ids: tuple[int, ...]
     num_tokens: int
     num_label_tokens: int
+    """Those of all ranks, which normalize cross-entropy."""
     by_rank: tuple[tuple[MicroBatch, ...], ...]
+    """Each rank's micro-batches; in lockstep as many on each, fillers included, otherwise possibly none."""
     balance: float
+    """Mean / max of the ranks' FLOPs without fillers; 1.0 is perfect."""
 
     @property
     def micro_batches(self) -> tuple[MicroBatch, ...]:
@@ -110,21 +107,21 @@ def shared_flops(batches: Sequence[MicroBatch], cost: CostModel) -> float:
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """How a step is distributed: over ranks balanced by `cost`, in micro-batches of at most `micro_batch_tokens`.
-
-    `pass_overhead_tokens` None packs samples; otherwise each is a padded row, and a pass costs that many tokens more.
-    `lockstep` gives all ranks of a step the same number of micro-batches, for strategies whose passes need every rank.
-    `expert_ranks` consecutive ranks, which exchange tokens in every pass, also get passes of the same size. `prefixes`
-    finds the prefixes that packed samples share; None: nothing is shared.
-    """
+    """How a step is distributed over ranks and micro-batches."""
 
     num_ranks: int
     micro_batch_tokens: int
+    """The most tokens of a micro-batch."""
     cost: CostModel
+    """What ranks are balanced by."""
     lockstep: bool = False
+    """Whether all ranks of a step have the same number of micro-batches, as their passes need every rank."""
     pass_overhead_tokens: int | None = None
+    """None packs samples; otherwise each is a padded row, and a pass costs so many tokens more."""
     expert_ranks: int = 1
+    """Consecutive ranks that exchange tokens in every pass, and so get passes of the same size."""
     prefixes: Prefixes | None = None
+    """Finds the prefixes that packed samples share; None: nothing is shared."""
 
     @property
     def unit_prefixes(self) -> Integers | None:
