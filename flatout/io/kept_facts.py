@@ -43,36 +43,35 @@ def find_facts(kind: str, key: Mapping[str, Any], tell: Tell = lambda line: None
 
     A file that is damaged, or not what `keep_facts` wrote, is told and counts as none.
     """
+    path = _path(kind, key)
     try:
-        return _read(cache_folder() / "checks" / f"{kind}-{_hash(key)}.json", key)
+        if (raw := read_own(path)) is None:
+            return None
+        content = raw["content"]
+        if raw["xxh3"] != _hash(content):
+            raise CheckpointError(f"{path}: the content does not match its hash")
+        kept = KeptFacts(dict(content["facts"]), str(content["when"]))
     except CheckpointError as error:
         tell(f"{error}; this record is ignored")
-        return None
-
-
-def _read(path: Path, key: Mapping[str, Any]) -> KeptFacts | None:
-    if (raw := read_own(path)) is None:
-        return None
-    try:
-        content, expected = raw["content"], raw["xxh3"]
-        facts = KeptFacts(dict(content["facts"]), str(content["when"]))
-        own_key = content["key"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: fields are missing") from error
-    if expected != _hash(content):
-        raise CheckpointError(f"{path}: the content does not match its hash")
-    # of two keys with one hash, the other's facts do not count
-    return facts if own_key == json.loads(json.dumps(key)) else None
+    except (KeyError, TypeError, ValueError):
+        tell(f"{path}: fields are missing; this record is ignored")
+    else:
+        # of two keys with one hash, the other's facts do not count
+        return kept if content.get("key") == json.loads(json.dumps(key)) else None
+    return None
 
 
 def keep_facts(kind: str, key: Mapping[str, Any], facts: Mapping[str, Any], tell: Tell = lambda line: None) -> None:
     """Keep facts under a key; a cache folder that is not writable is told. Raises ValueError for NaN."""
     content = {"key": key, "facts": facts, "when": now_utc()}
-    path = cache_folder() / "checks" / f"{kind}-{_hash(key)}.json"
     try:
-        write_own(path, {"content": content, "xxh3": _hash(content)})
+        write_own(_path(kind, key), {"content": content, "xxh3": _hash(content)})
     except ResourceError as error:
         tell(f"{error}; the next start finds this out again")
+
+
+def _path(kind: str, key: Mapping[str, Any]) -> Path:
+    return cache_folder() / "checks" / f"{kind}-{_hash(key)}.json"
 
 
 def read_own(path: Path) -> Any:
