@@ -50,18 +50,17 @@ _DEBRIS = re.compile(r"step-\d+\.(tmp|gone)-[0-9a-f]+")
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """This rank's share of the run's resumable state.
-
-    `step` counts completed optimizer steps. `tensors` maps file stem -> name -> tensor; over all ranks there are at
-    least the kinds "model" and "optimizer", whole under these stems or sharded under stems such as "model-rank-2".
-    `places` maps the stem of a sharded file to name -> (global shape, offset); a name that is missing there is whole.
-    `facts` are JSON values (config, fingerprints, counters, scaler, ...), the same on every rank.
-    """
+    """This rank's share of the run's resumable state."""
 
     step: int
+    """Completed optimizer steps."""
     tensors: Mapping[str, Mapping[str, Tensor]]
+    """File stem -> name -> tensor; over all ranks there are at least the kinds "model" and "optimizer", whole under
+    these stems or sharded under stems such as "model-rank-2"."""
     facts: Mapping[str, Any]
+    """JSON values (config, fingerprints, counters, scaler, ...), the same on every rank."""
     places: Mapping[str, Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]] = field(default_factory=dict)
+    """Stem of a sharded file -> name -> (global shape, offset); a name that is missing there is whole."""
 
 
 class Checkpoints:

@@ -18,18 +18,18 @@ CONTEXT_BYTES = int(0.6 * GIB)
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU to plan for. `memory_bytes` is what training may use; `has_bf16` and `has_fp8` mean in hardware.
-
-    Adapters save their inputs in float8 on Hopper GPUs (`is_hopper`), see `flatout.models.lora.fused`.
-    `corrections` of the memory model, by `MemoryModel.kind_of_pass`, are what passes on it have measured.
-    """
+    """A GPU to plan for."""
 
     name: str
     memory_bytes: int
+    """What training may use."""
     has_bf16: bool = True
     has_fp8: bool = True
+    """Whether it has this arithmetic in hardware."""
     is_hopper: bool = False
+    """Whether adapters save their inputs in float8 on it (see `flatout.models.lora.fused`)."""
     corrections: Mapping[str, Correction] = field(default_factory=dict, hash=False)
+    """What passes on it have measured, by `MemoryModel.kind_of_pass`."""
 
 
 def weakest(devices: Sequence[Device]) -> Device:

@@ -36,20 +36,18 @@ class MicroBatchSize:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Bytes allocated at the peak of one step on one rank.
-
-    `activations_bytes` are saved for the backward pass; `working_bytes` is the larger of the temporaries of the head
-    and of one layer's backward pass. `in_turn`: gradients are allocated as activations are freed, so only the larger of
-    the two counts. The CUDA context and allocator waste are not included.
-    """
+    """Bytes allocated at the peak of one step on one rank, without the CUDA context and allocator waste."""
 
     weights_bytes: int
     adapter_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
     activations_bytes: int
+    """What is saved for the backward pass."""
     working_bytes: int
+    """The larger of the temporaries of the head and of one layer's backward pass."""
     in_turn: bool = False
+    """Whether gradients are allocated as activations are freed, so that only the larger of the two counts."""
 
     @property
     def state_bytes(self) -> int:
