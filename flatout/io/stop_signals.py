@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from threading import Thread, current_thread, main_thread
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 # shells report a process that signal N ended as 128 + N
@@ -49,7 +49,9 @@ class StopSignals:
         """The signals that this object handles now."""
         return self._found.keys()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._found.items():
             signal.signal(number, handler)
         self._found.clear()
