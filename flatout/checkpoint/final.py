@@ -85,18 +85,16 @@ def verify_final(folder: Path) -> FinalManifest:
 def verify_file(path: Path, facts: FileFacts, explain: Callable[[], None] = lambda: None) -> None:
     """Raise CheckpointError unless a file exists with this size and hash; `explain` may raise a better reason first."""
     try:
-        found = digest(path)
+        digest_now = digest(path)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: the file is missing; the rest is not usable without it") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    if found == facts:
+    if digest_now == facts:
         return
     explain()
-    if found.size_bytes != facts.size_bytes:
-        sizes = f"found {found.size_bytes:,} bytes, expected {facts.size_bytes:,}"
+    if digest_now.size_bytes != facts.size_bytes:
+        sizes = f"found {digest_now.size_bytes:,} bytes, expected {facts.size_bytes:,}"
         raise CheckpointError(f"{path}: {sizes}; it was truncated, replaced or edited")
-    raise CheckpointError(
-        f"{path}: its content does not match its hash (found xxh3 {found.xxh3}, expected {facts.xxh3}); it was damaged "
-        "or edited"
-    )
+    hashes = f"found xxh3 {digest_now.xxh3}, expected {facts.xxh3}"
+    raise CheckpointError(f"{path}: its content does not match its hash ({hashes}); it was damaged or edited")
