@@ -50,10 +50,10 @@ def optimizer_state(
     for name, (owner, offset) in owners(named, optimizer).items():
         parameter = named[name]
         state = {key: value for key, value in optimizer.state.get(owner, {}).items() if value is not None}
-        if traits and state and state.keys() != _keys_of(traits):
+        if traits and state and state.keys() != traits.state_keys:
             raise UsageError(
                 f"optim.path: the state of {type(optimizer).__name__} has {', '.join(sorted(state))} for {name}, but "
-                f"its `traits` say {', '.join(sorted(_keys_of(traits)))}; correct them"
+                f"its `traits` say {', '.join(sorted(traits.state_keys))}; correct them"
             )
         for key, value in state.items():
             is_part = owner is not parameter and key != "step"
@@ -86,7 +86,7 @@ def load_optimizer_state(
         (owner, offset), parameter = places[name], named[name]
         # those of 8 bits have shapes of their own
         like = optimizer.new_state(parameter) if isinstance(optimizer, AdamW8bit) else {}
-        expected = set(like) or _keys_of(traits)
+        expected = set(like) or traits.state_keys
         if set(state) != expected:
             kinds = ", ".join(sorted(state))
             raise CheckpointError(
@@ -113,10 +113,6 @@ def load_optimizer_state(
             else:
                 whole = optimizer.state[owner].setdefault(key, torch.zeros_like(owner))
                 whole[offset : offset + parameter.numel()].view(parameter.shape).copy_(tensors[full_name])
-
-
-def _keys_of(traits: OptimizerTraits) -> set[str]:
-    return {*traits.moments, *(("step",) if traits.counts_steps else ())}
 
 
 def _require_fit(tensors: Mapping[str, Tensor], name: str, shape: Sequence[int], dtype: torch.dtype | None) -> None:

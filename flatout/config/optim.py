@@ -43,6 +43,11 @@ class OptimizerTraits:
     deepspeed: tuple[str, ...] = ()
     """Its names in a DeepSpeed JSON; empty: DeepSpeed does not run it."""
 
+    @property
+    def state_keys(self) -> set[str]:
+        """All keys of its state for one weight."""
+        return {*self.moments, *(("step",) if self.counts_steps else ())}
+
 
 # a row is all that flatout knows of an optimizer; docs/extending.md says how to add one
 OPTIMIZERS: Mapping[str, OptimizerTraits] = MappingProxyType(

@@ -43,7 +43,7 @@ def find_facts(kind: str, key: Mapping[str, Any], tell: Tell = lambda line: None
 
     A file that is damaged, or not what `keep_facts` wrote, is told and counts as none.
     """
-    path = _path(kind, key)
+    path = cache_folder() / "checks" / f"{kind}-{_hash(key)}.json"
     try:
         if (raw := read_own(path)) is None:
             return None
@@ -65,13 +65,10 @@ def keep_facts(kind: str, key: Mapping[str, Any], facts: Mapping[str, Any], tell
     """Keep facts under a key; a cache folder that is not writable is told. Raises ValueError for NaN."""
     content = {"key": key, "facts": facts, "when": now_utc()}
     try:
-        write_own(_path(kind, key), {"content": content, "xxh3": _hash(content)})
+        path = cache_folder() / "checks" / f"{kind}-{_hash(key)}.json"
+        write_own(path, {"content": content, "xxh3": _hash(content)})
     except ResourceError as error:
         tell(f"{error}; the next start finds this out again")
-
-
-def _path(kind: str, key: Mapping[str, Any]) -> Path:
-    return cache_folder() / "checks" / f"{kind}-{_hash(key)}.json"
 
 
 def read_own(path: Path) -> Any:

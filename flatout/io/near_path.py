@@ -72,16 +72,12 @@ def _nearest(name: str, there: list[str]) -> str | None:
     return max(near, key=likenesses.__getitem__, default=None)
 
 
-def models_here() -> list[str]:
-    """Return the folders here that hold a model."""
-    return sorted(str(file.parent) for file in Path().glob("*/config.json") if any(file.parent.glob("*.safetensors*")))
-
-
 def other_model(given: str) -> str:
     """Return the end of an error on a model that is not there: a near folder, or those that are here; else ""."""
     if near := did_you_mean(given, is_folder=True):
         return near
-    here = models_here()
+    configs = Path().glob("*/config.json")
+    here = sorted(str(file.parent) for file in configs if any(file.parent.glob("*.safetensors*")))
     return f"; model{'s' * (len(here) > 1)} here: {', '.join(here[:4])}" if here else ""
 
 

@@ -115,11 +115,7 @@ def bin_pack(
     """
     if not lengths:
         return []
-
-    def sum_of(part: list[int]) -> int:
-        return sum(lengths[item] for item in part)
-
-    size_of = size_of or sum_of
+    size_of = size_of or (lambda part: sum(lengths[item] for item in part))
     longest, total = max(lengths), size_of(list(range(len(lengths))))
     if longest > budget_tokens:
         raise ValueError(f"a sample of {longest} tokens does not fit in {budget_tokens}")

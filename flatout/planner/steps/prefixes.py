@@ -216,7 +216,10 @@ def find_prefixes(
         differs = is_same_class & (block[1:] != block[:-1]).any(axis=1)
         mixed = np.isin(classes, classes[1:][differs])
         if mixed.any():
-            by_tokens = _argsort(classes[mixed], block[mixed])
+            # by class, then by the bytes of tokens; equal rows keep their order
+            keys = np.column_stack([classes[mixed].astype(">i4").view(np.int32), block[mixed]])
+            row = np.dtype((np.void, keys.itemsize * keys.shape[1]))
+            by_tokens = np.argsort(keys.view(row).ravel(), kind="stable")
             order[places[mixed]] = order[places[mixed]][by_tokens]
             block[mixed] = block[mixed][by_tokens]
         agrees = (block[1:] == block[:-1]) & (block[1:] >= 0)
@@ -251,9 +254,3 @@ def _block(
         can_share = np.logical_and.accumulate(can_share, axis=1)[:, 1:]
         block[first : first + rows] = np.where(can_share, token_ids[at[:, :-1]].astype(np.int32), -1)
     return block
-
-
-def _argsort(classes: NDArray[np.int32], block: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Return the order of rows by class, then by the bytes of their tokens; equal rows keep theirs."""
-    keys = np.column_stack([classes.astype(">i4").view(np.int32), block])
-    return np.argsort(keys.view(np.dtype((np.void, keys.itemsize * keys.shape[1]))).ravel(), kind="stable")

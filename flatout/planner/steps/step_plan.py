@@ -300,14 +300,6 @@ def assemble_eval(samples: Samples, layout: BatchLayout) -> StepPlan:
     return _step(0, 0, items, *_assign([layout.micro_batch(batch) for batch in bins], costs, layout.num_ranks), layout)
 
 
-def _equal_sizes(by_rank: Sequence[Sequence[MicroBatch]]) -> list[list[MicroBatch]]:
-    """Return the ranks' micro-batches, as many on each, padded to the longest of those that run together."""
-    together = [max(batch.num_padded_tokens for batch in batches) for batches in zip(*by_rank, strict=True)]
-    return [
-        [replace(batch, fill_tokens=most) for batch, most in zip(batches, together, strict=True)] for batches in by_rank
-    ]
-
-
 def check_fits(samples: Samples, layout: BatchLayout) -> None:
     """Raise UsageError if a sample is longer than a micro-batch may be, and DataError for impossible counts."""
     micro_batch_tokens = layout.micro_batch_tokens
@@ -370,10 +362,15 @@ def _step(
         most = max(map(len, by_rank))
         by_rank = [[*batches, *[filler] * (most - len(batches))] for batches in by_rank]
     if layout.expert_ranks > 1:
-        groups = range(0, len(by_rank), layout.expert_ranks)
-        by_rank = [
-            batches for start in groups for batches in _equal_sizes(by_rank[start : start + layout.expert_ranks])
-        ]
+        # passes that run together are padded to the longest of them
+        filled: list[list[MicroBatch]] = []
+        for start in range(0, len(by_rank), layout.expert_ranks):
+            group = by_rank[start : start + layout.expert_ranks]
+            together = [max(batch.num_padded_tokens for batch in batches) for batches in zip(*group, strict=True)]
+            for batches in group:
+                longest = zip(batches, together, strict=True)
+                filled.append([replace(batch, fill_tokens=num_tokens) for batch, num_tokens in longest])
+        by_rank = filled
     merged = layout.micro_batch(items)
     balance = sum(loads) / (len(loads) * max(loads))
     return StepPlan(
