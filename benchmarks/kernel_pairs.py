@@ -395,12 +395,11 @@ def time_side(prepare: Callable[[], Run], removed: AbstractContextManager[Any]) 
         return median_ms(prepare(), *((5, 5) if ON_GPU else (1, 1)))
 
 
-def row(pair: Pair, known_ms: dict[Any, float]) -> str:
-    """Time a pair; sides with the kernel that equal an earlier pair's are timed once."""
-    key = getattr(pair.uses, "func", pair.uses), str(getattr(pair.uses, "args", "")), pair.shape
-    if key not in known_ms or pair.step == "":
-        known_ms[key] = time_side(pair.uses, nullcontext())
-    with_ms, without_ms = known_ms[key], time_side(pair.lacks, pair.removed())
+def row(pair: Pair, known_ms: dict[Callable[[], Run], float]) -> str:
+    """Time a pair; a side with the kernel that several pairs have is timed once."""
+    if pair.uses not in known_ms:
+        known_ms[pair.uses] = time_side(pair.uses, nullcontext())
+    with_ms, without_ms = known_ms[pair.uses], time_side(pair.lacks, pair.removed())
     saved_ms = without_ms - with_ms
     share = f"{100 * saved_ms * pair.calls / STEP_MS[pair.step]:.1f} % of {pair.step}" if pair.step else ""
     times = f"{with_ms:.3f} | {without_ms:.3f} | {100 * saved_ms / without_ms:.1f}"
@@ -417,7 +416,7 @@ def main() -> None:
     torch.manual_seed(0)
     print("| kernel or choice / without it | shape | with, ms | without, ms | gain, % | of a step |")
     print("|---|---|---|---|---|---|", flush=True)
-    known_ms: dict[Any, float] = {}
+    known_ms: dict[Callable[[], Run], float] = {}
     for pair in pairs():
         if not any(word in pair.name for word in args.only):
             continue

@@ -121,8 +121,9 @@ def require_picture_model(model: PreTrainedModel, token_id: int) -> None:
         )
 
 
-def check_pictures(loaded: LoadedModel, documents: Sequence[PictureDocument], others: Sequence[PictureDocument],
-                   pack: Pack) -> str:  # fmt: skip
+def check_pictures(
+    loaded: LoadedModel, documents: Sequence[PictureDocument], others: Sequence[PictureDocument], pack: Pack
+) -> str:
     """Check pictures in the layout of a run; return a line for the console.
 
     Checks that (1) the hidden states of documents together equal those of each alone, from transformers' whole model

@@ -147,15 +147,12 @@ def describe_storage(model: PreTrainedModel, storage: str) -> list[str]:
     """Return lines for the console: how linear layers are stored, and which are slow or stay dense."""
     stored = [module for module in model.modules() if isinstance(module, (Fp8Linear, Nf4Linear))]
     num_stored = sum(module.in_features * module.out_features for module in stored)
-    num_bytes = sum(tensor.nbytes for module in stored for tensor in (*module.parameters(), *module.buffers()))
-    size = f"{num_stored:,} weights in {num_bytes / 2**30:.2f} GiB"
-    lines = [f"base {storage}: {len(stored)} linear layers of {size}"]
+    lines = [f"base {storage}: {len(stored)} linear layers of {num_stored:,} weights in {_gib(stored)}"]
     if dense := sum(isinstance(module, nn.Linear) for layer in decoder_layers(model) for module in layer.modules()):
         lines.append(f"{dense} linear layers of the decoder are not quantized")
     if experts := [module for module in model.modules() if isinstance(module, FrozenExperts)]:
-        num_bytes = sum(tensor.nbytes for module in experts for tensor in (*module.parameters(), *module.buffers()))
         num_stored = sum(module.shape.numel() for module in experts)
-        lines.append(f"{len(experts)} fused expert tensors: {num_stored:,} weights in {num_bytes / 2**30:.2f} GiB")
+        lines.append(f"{len(experts)} fused expert tensors: {num_stored:,} weights in {_gib(experts)}")
         if storage == "nf4":
             lines.append("experts multiply in 16 bit: each of their weights is dequantized for its products")
     fused = (
@@ -166,6 +163,11 @@ def describe_storage(model: PreTrainedModel, storage: str) -> list[str]:
     if slow := sum(isinstance(module, Nf4Linear) and bool(module.in_features % BLOCK) for module in stored):
         lines.append(f"{slow} layers have rows that are not a multiple of {BLOCK}: torch dequantizes them, slowly")
     return lines
+
+
+def _gib(modules: Sequence[nn.Module]) -> str:
+    num_bytes = sum(tensor.nbytes for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    return f"{num_bytes / 2**30:.2f} GiB"
 
 
 def _modules_named(model: nn.Module, endings: Sequence[str]) -> set[nn.Module]:
