@@ -20,8 +20,9 @@ from flatout.data.conversation import Conversation, Origin, PreferenceRow, is_em
 from flatout.data.loss_mask.mask import Masker
 from flatout.data.registry import FILE_NAME as REGISTRY
 from flatout.data.registry import own_paths
+from flatout.data.rows.formats.advice import ColumnsError
 from flatout.data.rows.formats.conversations import CHAT_COLUMNS
-from flatout.data.rows.formats.parser import ColumnsError, make_parser
+from flatout.data.rows.formats.parser import make_parser
 from flatout.data.rows.read import ROW_TYPES, RawRow, row_type
 from flatout.data.templates import template as templates
 from flatout.data.templates.template import OURS as TEMPLATES
@@ -42,9 +43,11 @@ def read_rows(path: str, **options: Any) -> Iterator[Mapping[str, Any]]:
 
     Raises DataError if nothing is there or a row cannot be read.
     """
+    from flatout.data.rows.converter import converted
     from flatout.data.rows.sources import open_source  # lazy: it hashes files, and may ask the hub
 
-    for row in open_source(SourceConfig(path=path, **options)).rows():
+    source = SourceConfig(path=path, **options)
+    for row in converted(open_source(source), source).rows():
         yield row.columns
 
 
@@ -81,10 +84,8 @@ class MessageReader:
 def first_row(path: Path) -> RawRow | None:
     """Return the first row of a file, if it has any. Raises DataError for one that cannot be read."""
     from flatout.data.rows.archives import read_file
-    from flatout.data.rows.read import raise_error
-    from flatout.data.rows.sources import Unread
 
-    return next(read_file(path, raise_error, Unread("", "skip")), None)
+    return next(read_file(path), None)
 
 
 def recognize_columns(path: Path, source: str) -> tuple[Mapping[str, Any], dict[str, str], str]:

@@ -71,7 +71,7 @@ def progress_console() -> ConsoleCallback:
 def with_columns(read: Callable[[DataConfig], T], data: DataConfig, *, takes: bool) -> T:
     """Return what `read` makes of data; columns that it proposes are taken on a yes at a terminal, or with `takes`."""
     from flatout.config.data import SourceConfig  # lazy, as all that reads rows
-    from flatout.data.rows.formats.parser import ColumnsError
+    from flatout.data.rows.formats.advice import ColumnsError
 
     while True:
         try:

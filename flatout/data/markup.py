@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from flatout.data.conversation import Conversation, PlainText
-from flatout.data.rows.formats.refusals import MEDIA_MARKS
+from flatout.data.rows.formats.advice import MEDIA_MARKS
 
 # each is found where all its texts are
 _MARKS: tuple[tuple[str, ...], ...] = (

@@ -11,8 +11,7 @@ from flatout.data.conversation import PICTURE, ROLES, Origin
 from flatout.data.pictures.read import read_picture
 from flatout.data.rows.formats.conversations import TurnReader
 from flatout.data.rows.formats.fields import FieldError, Row, SourceOptions
-from flatout.data.rows.formats.pictures import MARK, is_picture_column, with_pictures
-from flatout.data.rows.formats.turn_flags import holds_something
+from flatout.data.rows.formats.pictures import MARK, holds_something, is_picture_column, with_pictures
 from flatout.data.rows.read import RawRow, read_rows
 from flatout.errors import DataError, reason_of
 
@@ -119,7 +118,7 @@ def shown_prompt(
         return Prompt(tuple(dict(message) for message in messages))
     turns = TurnReader(SourceOptions())
     try:
-        turns.read(messages, "messages" if "messages" in row else "prompt")
+        turns.read(list(messages), "messages" if "messages" in row else "prompt")
         placed = with_pictures(turns.messages, Row(row))
     except FieldError as error:
         raise DataError(f"{origin}: {error.text}") from None

@@ -10,6 +10,8 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import PurePosixPath
 from typing import IO, Any, BinaryIO, Literal
 
@@ -21,6 +23,7 @@ from flatout.data.rows.read import (
     BadRow,
     DataFile,
     RawRow,
+    raise_error,
     read_rows,
     row_type,
     unpacked,
@@ -82,7 +85,7 @@ class _Member:
         return io.BufferedReader(content)  # type: ignore[arg-type]  # files of zipfile and tarfile have readinto
 
 
-def read_file(file: DataFile, bad_row: BadRow, unread: Unread) -> Iterator[RawRow]:
+def read_file(file: DataFile, bad_row: BadRow = raise_error, unread: Unread = lambda name: None) -> Iterator[RawRow]:
     """Yield the rows of a file, or of all files in an archive, in order. Raises as `read_rows`.
 
     Only tables in a .tar are unpacked, to a temporary file without a name. Rows are named by the archive and the file
@@ -104,24 +107,22 @@ def read_file(file: DataFile, bad_row: BadRow, unread: Unread) -> Iterator[RawRo
             ) from error
 
 
-def _wanted(archive: DataFile, path: str, is_file: bool, unread: Unread) -> bool:
+def _is_read(member: _Member, is_file: bool, unread: Unread) -> bool:
     """Return whether a member is read; hidden files and files about the rows are not, and need no word."""
-    if any(part.startswith(".") for part in PurePosixPath(path).parts):
+    if any(part.startswith(".") for part in PurePosixPath(member.path).parts):
         return False
-    has_rows = holds_rows(path)
-    if not is_file or (has_rows and row_type(PurePosixPath(path)) in ARCHIVES):
-        has_rows = False
+    has_rows = holds_rows(member.path) if is_file and row_type(member) not in ARCHIVES else False
     if has_rows is False:
-        unread(f"{archive}/{path}")
+        unread(str(member))
     return bool(has_rows)
 
 
 def _read_zip(file: DataFile, content: BinaryIO, bad_row: BadRow, unread: Unread) -> Iterator[RawRow]:
     with zipfile.ZipFile(content) as archive:
-        members = sorted((member for member in archive.infolist() if not member.is_dir()), key=lambda m: m.filename)
-        for member in [member for member in members if _wanted(file, member.filename, True, unread)]:
-            with archive.open(member) as opened:
-                yield from read_rows(_Member(str(file), member.filename, opened), bad_row)
+        names = sorted(member.filename for member in archive.infolist() if not member.is_dir())
+        for name in [name for name in names if _is_read(_Member(str(file), name, io.BytesIO()), True, unread)]:
+            with archive.open(name) as opened:
+                yield from read_rows(_Member(str(file), name, opened), bad_row)
 
 
 def _read_tar(file: DataFile, content: BinaryIO, bad_row: BadRow, unread: Unread) -> Iterator[RawRow]:
@@ -130,48 +131,39 @@ def _read_tar(file: DataFile, content: BinaryIO, bad_row: BadRow, unread: Unread
     Consecutive .json (one object) and .txt files with one name up to the first dot are one row, as webdataset writes
     it: the object's columns, and `text`.
     """
-    samples = _Samples(str(file), bad_row)
+    num_samples = 0
     with tarfile.open(fileobj=content, mode="r|") as archive:
-        for member in archive:
-            # what is neither a folder nor a file is a link or a device
-            if member.isdir() or not _wanted(file, member.name, member.isfile(), unread):
+        for key, parts in groupby(_parts(str(file), archive, unread), key=itemgetter(0)):
+            if key is None:
+                for _, member in parts:
+                    yield from read_rows(member, bad_row)
                 continue
-            opened = archive.extractfile(member)
-            assert opened is not None  # it is a file
-            part = _part_of_sample(_Member(str(file), member.name, opened), member.size)
-            if isinstance(part, _Member):
-                yield from samples.add("", {})
-                yield from read_rows(part, bad_row)
+            num_samples += 1
+            origin, columns = Origin(str(file), num_samples), dict[str, Any]()
+            for _, part in parts:
+                if isinstance(part, dict) and (twice := columns.keys() & part.keys()):
+                    part = DataError(f"{origin}: two files of sample {key} give column {min(twice)!r}")
+                if isinstance(part, DataError):  # it is told once
+                    bad_row(part)
+                    break
+                columns |= part
             else:
-                path = PurePosixPath(member.name)
-                yield from samples.add(str(path.with_name(path.name.partition(".")[0])), part)
-    yield from samples.add("", {})
+                if columns:
+                    yield RawRow(origin, columns)
 
 
-class _Samples:
-    """Puts the files of each webdataset sample together."""
-
-    def __init__(self, archive: str, bad_row: BadRow) -> None:
-        self._archive, self._bad_row = archive, bad_row
-        self._number, self._key = 0, ""
-        self._columns: dict[str, Any] | None = None
-
-    def add(self, key: str, part: dict[str, Any] | DataError) -> Iterator[RawRow]:
-        """Add a part, none if `key` is ""; yields the row that is complete, if any."""
-        if key != self._key:
-            if self._columns:
-                yield RawRow(Origin(self._archive, self._number), self._columns)
-            self._number, self._key, self._columns = self._number + bool(key), key, {}
-        if self._columns is None:  # a bad row, which is told once
-            return
-        if isinstance(part, dict) and (twice := self._columns.keys() & part.keys()):
-            where = f"{self._archive}:{self._number}"
-            part = DataError(f"{where}: two files of sample {key} give column {min(twice)!r}")
-        if isinstance(part, DataError):
-            self._columns = None
-            self._bad_row(part)
-        else:
-            self._columns |= part
+def _parts(file: str, archive: tarfile.TarFile, unread: Unread) -> Iterator[tuple[str | None, Any]]:
+    """Yield the members that are read: a sample's name with columns or what is wrong, or None with a file of rows."""
+    for info in archive:
+        # what is neither a folder nor a file is a link or a device
+        member = _Member(file, info.name, io.BytesIO())
+        if info.isdir() or not _is_read(member, info.isfile(), unread):
+            continue
+        content = archive.extractfile(info)
+        assert content is not None  # it is a file
+        part = _part_of_sample(replace(member, content=content), info.size)
+        path = PurePosixPath(info.name)
+        yield None if isinstance(part, _Member) else str(path.with_name(path.name.partition(".")[0])), part
 
 
 def _part_of_sample(member: _Member, size: int) -> dict[str, Any] | DataError | _Member:

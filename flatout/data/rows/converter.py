@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import replace
 from typing import Any
 
 from flatout.config.data import SourceConfig
@@ -34,28 +34,6 @@ class SourceRow(dict[str, Any]):
         super().__init__(row.columns)
         self.origin: Origin = row.origin
         self.classes = row.classes
-
-
-@dataclass(frozen=True, slots=True)
-class ConvertedSource(RowSource):
-    """A source whose rows are those that a converter makes; the converter runs when rows are read, not before."""
-
-    code: OwnCode | None = None
-    left_out: Counter[str] = field(default_factory=Counter)
-    """Why rows were left out, in the last pass, and how many."""
-
-    def about_rows(self) -> None:
-        """Return None: a row may become any number of rows."""
-
-    def most_rows(self) -> None:
-        """Return None: a row may become any number of rows."""
-
-    def notes(self) -> Iterator[str]:
-        """Yield what a user should know of what was not read, one sentence each."""
-        yield from RowSource.notes(self)
-        if self.left_out and self.code:
-            reasons = ", ".join(f"{number:,} {why}" for why, number in sorted(self.left_out.items()))
-            yield f"{self.code.path.name}:{self.code.name} left out {self.left_out.total():,} rows: {reasons}"
 
 
 def converted(source: RowSource, config: SourceConfig, log: Callable[[str], None] = lambda _: None) -> RowSource:
@@ -87,9 +65,9 @@ def converted(source: RowSource, config: SourceConfig, log: Callable[[str], None
             most = left_out.most_common(1)[0][0]
             raise DataError(f"{source.name}: {config.converter} left out all {left_out.total():,} rows ({most})")
 
-    known = {each.name: getattr(source, each.name) for each in fields(source)}
-    known |= {"read": read, "num_rows": None, "files": {**source.files, str(code.path): code.digest}}
-    return ConvertedSource(**known, code=code, left_out=left_out)
+    files = {**source.files, str(code.path): code.digest}
+    named = f"{code.path.name}:{code.name}"
+    return replace(source, files=files, num_rows=None, read=read, is_local=False, converter=named, left_out=left_out)
 
 
 def _results(code: OwnCode, rows: Iterable[RawRow]) -> Iterator[tuple[SourceRow, Any]]:

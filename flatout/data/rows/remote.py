@@ -1,4 +1,4 @@
-"""Files of rows at an address (https://, s3://, gs://, hf://): found by name, and read while they are needed."""
+"""Files of rows at an address (https://, s3://, gs://, hf://) and sets of the hub by id, read while they are needed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import io
 import re
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import IO, Any, Literal, TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -19,9 +19,11 @@ from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from fsspec.utils import glob_translate
 
 from flatout.config.schema import SourceConfig
-from flatout.errors import DataError, ResourceError, UsageError
+from flatout.data.rows.read import row_type, total_rows
+from flatout.errors import DataError, Fix, ResourceError, UsageError, first_line
 from flatout.io.address import SCHEMES, Stat, failure, open_filesystem, stat_of
 from flatout.io.durable_io import DurableIO, digest
+from flatout.io.kept_facts import find_facts, keep_facts
 from flatout.io.redact import printable, redacted
 
 Log = Callable[[str], None]
@@ -29,6 +31,12 @@ _ATTEMPTS = 3
 _BLOCK_BYTES = 8 << 20
 _MAX_FILES = 100_000
 _Found = TypeVar("_Found")
+_PINNED = re.compile(r"hf://datasets/[^@]+@([0-9a-f]{40})/?")
+_SPLIT_NAME = re.compile(r"\w+([-.]\w+)*")
+_CLASS = re.compile(r" *[(][A-Za-z]+Error[)]")
+# loaders of `datasets` that read what our readers do; its loader of texts makes a row of each line
+_READ_AS_FILES = ("ArrowConfig", "CsvConfig", "JsonConfig", "ParquetConfig")
+_NO_OPTIONS = {"name", "version", "data_dir", "data_files", "description", "features"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,41 +141,23 @@ class _Reader(AbstractBufferedFile):  # type: ignore[misc]  # fsspec is untyped
     def _fetch_range(self, start: int, end: int) -> bytes:
         data = b""
         while len(data) < end - start:
-            data += self._file.asked("send", partial(self._part, start + len(data), end - start - len(data)))
+            data += self._file.asked("send", partial(self._part, start + len(data), end))
         return data
 
-    def _part(self, start: int, num_bytes: int) -> bytes:
+    def _part(self, start: int, end: int) -> bytes:
         """Return some bytes from `start` on."""
-        file, options = self._file, {"block_size": _BLOCK_BYTES, "cache_type": "none", "size": self.size}
+        file, how = self._file, {"block_size": _BLOCK_BYTES, "cache_type": "none", "size": self.size}
         try:
-            self._opened = self._opened or file.files.open(file.stat.path, **options)
-            try:
-                data = _read_at(self._opened, start, num_bytes)
-            except ValueError:  # fsspec: the server sends a file only from its start
-                self._opened = file.download()
-                data = _read_at(self._opened, start, num_bytes)
-            if not data:
-                raise ResourceError(f"the download ended after {start:,} of {self.size:,} bytes; run the command again")
-        except BaseException:
-            self._drop()
-            raise
+            opened = Path(file.copies[0].name).open if file.copies else partial(file.files.open, file.stat.path, **how)
+            with opened("rb") as content:
+                content.seek(start)
+                data: bytes = content.read(end - start)
+        except ValueError:  # fsspec: the server sends a file only from its start
+            file.copies.append(file.download())
+            return self._part(start, end)
+        if not data:
+            raise ResourceError(f"the download ended after {start:,} of {self.size:,} bytes; run the command again")
         return data
-
-    def _drop(self) -> None:
-        """Close a connection that is of no more use, whatever it says to that."""
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            with suppress(Exception):
-                opened.close()
-
-    def close(self) -> None:
-        self._drop()
-        super().close()
-
-
-def _read_at(file: IO[bytes], start: int, num_bytes: int) -> bytes:
-    file.seek(start)
-    return file.read(num_bytes)
 
 
 def find_remote(source: SourceConfig, log: Log) -> dict[RemoteFile, PurePosixPath]:
@@ -187,19 +177,6 @@ def find_remote(source: SourceConfig, log: Log) -> dict[RemoteFile, PurePosixPat
     kinds = ", ".join(sorted({file.stat.kind or "a hash of its content" for file in files}))
     log(f"{shown}: {len(files)} file{'s' if files[1:] else ''}, {size / 1e6:,.1f} MB, known by {kinds}")
     return {file: PurePosixPath(file.stat.path.removeprefix(top) if top else file.name) for file in files}
-
-
-def hub_stats(addresses: Sequence[str], log: Log) -> list[Stat]:
-    """Return what the hub says of files at `hf://` addresses. Raises DataError and ResourceError."""
-    files = open_filesystem("hf", "")[0]
-    paths = [address.removeprefix("hf://") for address in addresses]
-    return [_asked(f"hf://{path}", "hf://", "look at", log, partial(_stat, files, path)) for path in paths]
-
-
-def hub_files(stats: Sequence[Stat], log: Log) -> list[RemoteFile]:
-    """Return files of the hub by what it said of them before; it is not asked again."""
-    files = open_filesystem("hf", "")[0]
-    return [RemoteFile(f"hf://{stat.path}", stat, files, log) for stat in stats]
 
 
 def _parts(source: SourceConfig, shown: str) -> tuple[str, str]:
@@ -241,3 +218,115 @@ def _look(scheme: str, path: str) -> tuple[AbstractFileSystem, list[Stat], str]:
     if not stats:
         raise FileNotFoundError(place)
     return files, stats, top + "/"
+
+
+@dataclass(frozen=True, slots=True)
+class HubSet:
+    """A split of a set on the hub at one commit."""
+
+    name: str
+    address: str
+    """That of the set, with its commit."""
+    files: Sequence[RemoteFile] = ()
+    num_rows: int | None = None
+    """None if only parsing would tell."""
+    loaded: Any = None
+    """What `datasets` loaded where only it can read the files."""
+
+
+def find_hub_set(source: SourceConfig, log: Log) -> HubSet:
+    """Ask the hub which commit the revision of a set is now, and which files hold the split there.
+
+    What it says is kept: where it does not answer later, a set that was built is still known to be the same. Raises
+    DataError, and ResourceError if the hub does not send what it has.
+    """
+    import datasets  # lazy: the import takes a second, and local data does not need it
+    from huggingface_hub import constants
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    split = source.split or "train"
+    name = f"{source.path}[{source.subset + '/' if source.subset else ''}{split}]"
+    key = {"hub": constants.ENDPOINT, "split": split, **source.model_dump(include={"path", "subset", "revision"})}
+    kept = find_facts("hub-sets", key)
+    try:
+        builder = datasets.load_dataset_builder(source.path, source.subset, revision=source.revision)
+        pinned = _PINNED.match(str(builder.base_path or ""))
+        if not pinned and kept:
+            raise ConnectionError("`datasets` knows the set from its cache only")
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        answered = isinstance(error, FileNotFoundError | ValueError | RuntimeError | datasets.exceptions.DatasetsError)
+        if kept is None or (answered and not isinstance(error, LocalEntryNotFoundError)):
+            raise _failure(source, name, error) from error
+        reason = _CLASS.sub("", first_line(error))
+        log(f"{name}: the hub does not respond ({reason}); what it said on {kept.when} holds")
+        return _of_files(source, name, kept.facts, log)
+    if pinned and kept and kept.facts["commit"] == pinned[1]:
+        return _of_files(source, name, kept.facts, log)
+    if pinned and kept:
+        log(f"{name}: {source.revision or 'main'} was commit {kept.facts['commit']}, and is {pinned[1]} now")
+    if pinned and (addresses := _addresses(builder, split, name, source.path)):
+        store, paths = open_filesystem("hf", "")[0], [address.removeprefix("hf://") for address in addresses]
+        stats = [_asked(f"hf://{path}", "hf://", "look at", log, partial(_stat, store, path)) for path in paths]
+        num_rows = total_rows(_hub_files(stats, log))
+        facts = {"commit": pinned[1], "files": [asdict(stat) for stat in stats], "num_rows": num_rows}
+        keep_facts("hub-sets", key, facts)
+        return _of_files(source, name, facts, log)
+    return _loaded(source, split, name, pinned[1] if pinned else None, log)
+
+
+def _hub_files(stats: Iterable[Stat], log: Log) -> list[RemoteFile]:
+    """Return files of the hub by what it said of them before; it is not asked again."""
+    store = open_filesystem("hf", "")[0]
+    return [RemoteFile(f"hf://{stat.path}", stat, store, log) for stat in stats]
+
+
+def _of_files(source: SourceConfig, name: str, facts: Mapping[str, Any], log: Log) -> HubSet:
+    files = _hub_files([Stat(**stat) for stat in facts["files"]], log)
+    size, many = sum(file.stat.size or 0 for file in files), "s" if files[1:] else ""
+    log(f"{name}: commit {facts['commit']}, {len(files)} file{many}, {size / 1e6:,.1f} MB, read while they are needed")
+    return HubSet(name, f"hf://datasets/{source.path}@{facts['commit']}", files, facts["num_rows"])
+
+
+def _addresses(builder: Any, split: str, name: str, path: str) -> list[str]:
+    """Return the files of a split; none if only `datasets` can read them as the set's page says. Raises DataError."""
+    config = builder.config
+    files_of = {str(key): list(files) for key, files in (config.data_files or {}).items()}
+    if split not in (*files_of, "all") and _SPLIT_NAME.fullmatch(split):
+        fixes = [Fix({"data.sources": [{"path": path, "split": one}]}, "for example") for one in [*files_of][:1]]
+        raise DataError(f"{name}: no split {split!r}; it has {', '.join(files_of)}", fixes)
+    options, defaults = vars(config), vars(type(config)())
+    has_options = any(options[key] != defaults.get(key) for key in options.keys() - _NO_OPTIONS)
+    if type(config).__name__ not in _READ_AS_FILES or has_options or split not in files_of:
+        return []
+    return files_of[split] if all(row_type(PurePath(address)) for address in files_of[split]) else []
+
+
+def _loaded(source: SourceConfig, split: str, name: str, commit: str | None, log: Log) -> HubSet:
+    """Let `datasets` download a set that is not plain files, or open it from its cache if the hub does not respond."""
+    import datasets
+
+    try:
+        # rows only: `datasets` 4 and later never runs code from the data set's repository
+        loaded: Any = datasets.load_dataset(
+            source.path, source.subset, split=split, revision=commit or source.revision, streaming=False
+        )
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise _failure(source, name, error) from error
+    if not loaded.cache_files:
+        raise DataError(f"{name}: `datasets` keeps this data set only in memory; save it to a parquet file and use it")
+    # its cache has a folder for each commit
+    known = commit or next(iter(re.findall(r"/([0-9a-f]{40})/", loaded.cache_files[0]["filename"])), None)
+    log(f"{name}: commit {known or 'not known'}, in the cache of `datasets`")
+    address = f"{source.path}@{known}" if known else source.path
+    return HubSet(name.replace(source.path, address, 1), address, (), int(loaded.num_rows), loaded)
+
+
+def _failure(source: SourceConfig, name: str, error: Exception) -> DataError:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return DataError(
+        f"hub data set {name} (revision {source.revision or 'main'}) cannot be loaded: "
+        f"{_CLASS.sub('', ' '.join(lines[:2])) or 'no reason given'}; "
+        "There is no local file or folder of that name; check path, subset, split and revision, and log in for a "
+        f"private set. If offline, run `hf download {source.path} --repo-type dataset --local-dir DIR` on a "
+        "machine with a network and name DIR as the path."
+    )

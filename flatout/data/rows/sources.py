@@ -5,9 +5,10 @@ from __future__ import annotations
 import glob
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, takewhile
+from itertools import takewhile
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -43,20 +44,25 @@ _TYPES = ", ".join(row_type.removeprefix(".") for row_type in ROW_TYPES) + ", ea
 
 @dataclass(frozen=True, slots=True)
 class RowSource:
-    """An opened source: `files` maps each path to the xxh3-128 digest of its bytes, for fingerprints.
-
-    `num_rows` is known without reading only for parquet files and what `datasets` has loaded. `address` is that of a
-    set on the hub, with its commit. `held_out` is a sentence on files that are named for testing.
-    """
+    """An opened source."""
 
     name: str
     files: dict[str, str]
+    """Path -> xxh3-128 of its bytes, for fingerprints."""
     num_rows: int | None
+    """Known without reading only for parquet files and what `datasets` has loaded."""
     read: Callable[[BadRow], Iterator[RawRow]]
     is_local: bool = True
+    """Whether the rows are those of `files`, which are on this machine."""
     unread: Unread = field(default_factory=lambda: Unread("", "error"))
     address: str = ""
+    """That of a set on the hub, with its commit."""
     held_out: str = ""
+    """A sentence on files that are named for testing."""
+    converter: str = ""
+    """The file and function that made the rows."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Why it left rows out, in the last pass, and how many."""
 
     def about_rows(self) -> int | None:
         """Return about how many rows there are, by the first lines; None if only parsing them would tell."""
@@ -87,6 +93,9 @@ class RowSource:
         """Yield what a user should know of what was not read, one sentence each."""
         if said := self.unread.said():
             yield said
+        if self.left_out:
+            reasons = ", ".join(f"{number:,} {why}" for why, number in sorted(self.left_out.items()))
+            yield f"{self.converter} left out {self.left_out.total():,} rows: {reasons}"
 
     def rows(self, bad_row: BadRow = raise_error, *, parse: bool = True) -> Iterator[RawRow]:
         """Yield every row in order, starting over at each call; `bad_row` gets the error of each row that has one.
@@ -94,29 +103,27 @@ class RowSource:
         Without `parse`, lines of JSON are yielded as they are, and have their errors when `columns` is read. Raises
         DataError for unreadable files and for a source without any row.
         """
-        num_bad, first = 0, ""
+        num_bad, first, is_empty = 0, "", True
 
         def count_bad(error: DataError) -> None:
             nonlocal num_bad, first
             num_bad, first = num_bad + 1, first or error.text
             bad_row(error)
 
-        empty = True
         for row in self.read(count_bad):
             try:
                 raw = replace(row, content=row.columns) if parse else row
             except DataError as error:
                 count_bad(error)
                 continue
-            empty = False
+            is_empty = False
             yield raw
-        if empty:
-            why = (
-                f"{f'all {num_bad} rows are bad; the first' if num_bad > 1 else 'its only row is bad'}: {first}"
-                if num_bad
-                else f"{'the file is' if len(self.files) == 1 else 'all of its files are'} empty; {_A_ROW}"
-            )
-            raise DataError(f"{self.name}: no rows: {why}")
+        if is_empty and num_bad:
+            bad = f"all {num_bad} rows are bad; the first" if num_bad > 1 else "its only row is bad"
+            raise DataError(f"{self.name}: no rows: {bad}: {first}")
+        if is_empty:
+            which = "the file is" if len(self.files) == 1 else "all of its files are"
+            raise DataError(f"{self.name}: no rows: {which} empty; {_A_ROW}")
 
 
 _A_ROW = 'write one row a line, such as {"instruction": "Say hi", "output": "Hi"}'
@@ -132,67 +139,71 @@ def open_source(source: SourceConfig, log: Callable[[str], None] = lambda _: Non
     if "://" in source.path:
         from flatout.data.rows.remote import find_remote  # lazy: fsspec is for addresses only
 
-        at_address = find_remote(source, log)
-        others = [str(file) for file in at_address if holds_rows(file.name) is False]
-        read = {file: below for file, below in at_address.items() if row_type(file) and holds_rows(file.name)}
-        if not read:
-            raise DataError(f"{redacted(source.path)}: no data files there; known types: {_TYPES}")
-        return _source_of(source, Found(read, others, is_folder=len(at_address) > 1))
-    files = Found({}) if source.hub else _local_files(source.path)
-    if files.files:
-        for setting, value in (("subset", source.subset), ("revision", source.revision)):
-            if value is not None:
-                raise DataError(
-                    f"{source.path}: {setting}: {value!r} is for hub ids, but these are local files; remove it"
-                )
-        return _source_of(source, files)
-    if source.hub is False or (source.hub is None and _looks_local(source.path)):
-        raise _nothing_found(source.path)
-    return _open_hub(source, log)
+        return _source_of(source, _found(redacted(source.path), find_remote(source, log)))
+    if not (listing := _local_files_of(source)).files:
+        return _open_hub(source, log)
+    for setting, value in (("subset", source.subset), ("revision", source.revision)):
+        if value is not None:
+            said = f"{setting}: {value!r} is for hub ids, but these are local files; remove it"
+            raise DataError(f"{source.path}: {said}")
+    return _source_of(source, listing)
 
 
 def local_source(source: SourceConfig) -> RowSource | None:
     """Return local files as `open_source` does, but not hashed (`files` is empty); None for a hub id or an address."""
-    if source.hub or "://" in source.path:
-        return None
-    if not (listing := _local_files(source.path)).files:
-        if source.hub is False or _looks_local(source.path):
-            raise _nothing_found(source.path)
-        return None
-    name, files, _ = _of_split(source, listing)
-    unread = Unread(redacted(source.path), source.unread_files, listing.others, len(files))
-    return RowSource(
-        name, {}, None, lambda bad_row: chain.from_iterable(read_file(file, bad_row, unread) for file in files)
-    )
+    listing = Found({}) if "://" in source.path else _local_files_of(source)
+    return _source_of(source, listing, is_hashed=False) if listing.files else None
 
 
-def _source_of(source: SourceConfig, listing: Found) -> RowSource:
+def _local_files_of(source: SourceConfig) -> Found:
+    """Return the local files of a source, none for a hub id. Raises DataError if they are not there."""
+    listing = Found({}) if source.hub else _local_files(source.path)
+    if not listing.files and (source.hub is False or (source.hub is None and _looks_local(source.path))):
+        raise _nothing_found(source.path)
+    return listing
+
+
+def _source_of(source: SourceConfig, listing: Found, *, is_hashed: bool = True) -> RowSource:
     name, files, held_out = _of_split(source, listing)
     unread = Unread(redacted(source.path), source.unread_files, listing.others, len(files))
-    return replace(_of_files(name, files, unread, total_rows(files)), held_out=held_out)
+    digests, num_rows = (_digests(files), total_rows(files)) if is_hashed else ({}, None)
+    return _opened(name, files, unread, files=digests, num_rows=num_rows, held_out=held_out)
 
 
-def _of_files(
-    name: str, files: Sequence[Path | RemoteFile], unread: Unread, num_rows: int | None, address: str = ""
-) -> RowSource:
+def _opened(name: str, paths: Sequence[Path | RemoteFile], unread: Unread, **known: Any) -> RowSource:
     def read(bad_row: BadRow) -> Iterator[RawRow]:
-        for file in files:
+        for file in paths:
             yield from read_file(file, bad_row, unread)
             if not isinstance(file, Path):
                 file.check_unchanged()
 
-    digests = {str(file): _digest(file) if isinstance(file, Path) else file.digest() for file in files}
-    is_local = all(isinstance(file, Path) for file in files)
-    return RowSource(name, digests, num_rows, read, is_local, unread, address)
+    is_local = all(isinstance(file, Path) for file in paths)
+    return RowSource(name, read=read, is_local=is_local, unread=unread, **known)
+
+
+def _digests(files: Iterable[Path | RemoteFile]) -> dict[str, str]:
+    return {str(file): _digest(file) if isinstance(file, Path) else file.digest() for file in files}
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Data files (Path or RemoteFile), each with its path below the source, and the names of others beside them."""
+    """The files of a source."""
 
     files: Mapping[Any, PurePath]
+    """Data files (Path or RemoteFile), each with its path below the source."""
     others: Sequence[str] = ()
-    is_folder: bool = False
+    """Those beside them whose types hold no rows."""
+
+
+def _found(shown: str, files: Mapping[Any, PurePath]) -> Found:
+    """Return the files of a folder or an address. Raises DataError if none of them has rows."""
+    holds = {file: holds_rows(file.name) for file in files}
+    found = Found(
+        {file: files[file] for file in files if holds[file]}, [str(one) for one in files if holds[one] is False]
+    )
+    if not found.files:
+        raise DataError(f"{shown}: no data files in this folder; known types: {_TYPES}")
+    return found
 
 
 class Unread:
@@ -235,21 +246,13 @@ class Unread:
 def _local_files(pattern: str) -> Found:
     path = expand_home(pattern)
     if path.is_dir():
-        files, others, num_seen = list[Path](), list[str](), 0
+        files = dict[Path, PurePath]()
         for where, folders, names in os.walk(path):
             folders[:] = [folder for folder in folders if not folder.startswith(".")]
-            for name in names:
-                has_rows = holds_rows(name)
-                if has_rows:
-                    files.append(Path(where, name))
-                elif has_rows is False:
-                    others.append(str(Path(where, name)))
-            num_seen += len(names)
-            if num_seen > _MAX_FILES:
+            files |= {file: file.relative_to(path) for file in map(Path(where).joinpath, names)}
+            if len(files) > _MAX_FILES:
                 raise DataError(f"{path}: over {_MAX_FILES:,} files in this folder; give a smaller one, or a glob")
-        if not files:
-            raise DataError(f"{path}: no data files in this folder; known types: {_TYPES}")
-        return Found({file: file.relative_to(path) for file in sorted(files)}, sorted(others), is_folder=True)
+        return _found(str(path), dict(sorted(files.items())))
     if path.exists():
         if row_type(path) is None:
             raise DataError(f"{path}: not a known file type; known types: {_TYPES}; save a table as .csv, text as .txt")
@@ -274,7 +277,7 @@ def _of_split(source: SourceConfig, listing: Found) -> tuple[str, list[Path | Re
         if isinstance(file, Path):  # a glob or a folder may hold links
             require_allowed(file)
     # `datasets` saved each split to its own folder
-    saved = listing.is_folder and (expand_home(source.path) / "dataset_dict.json").exists()
+    saved = (expand_home(source.path) / "dataset_dict.json").exists()
     splits = {file: path.parts[0] if saved else _split_of(path) for file, path in listing.files.items()}
     named = sorted({split for split in splits.values() if split})
     path, wanted = redacted(source.path), source.split or "train"
@@ -354,19 +357,19 @@ def _digest(path: Path) -> str:
 
 
 def _open_hub(source: SourceConfig, log: Callable[[str], None]) -> RowSource:
-    from flatout.data.rows.hub_sets import find_hub_set  # lazy, as are its libraries
+    from flatout.data.rows.remote import find_hub_set  # lazy, as are its libraries
 
     hub_set = find_hub_set(source, log)
+    known = {"num_rows": hub_set.num_rows, "address": hub_set.address}
     if hub_set.loaded is None:
         unread = Unread(redacted(source.path), source.unread_files)
-        return _of_files(hub_set.name, hub_set.files, unread, hub_set.num_rows, hub_set.address)
-    digests = {
-        f"{hub_set.name}/{k}": _digest(Path(file["filename"])) for k, file in enumerate(hub_set.loaded.cache_files)
-    }
+        return _opened(hub_set.name, hub_set.files, unread, files=_digests(hub_set.files), **known)
+    cached = enumerate(Path(file["filename"]) for file in hub_set.loaded.cache_files)
+    digests = {f"{hub_set.name}/{number}": _digest(path) for number, path in cached}
 
     def read(bad_row: BadRow) -> Iterator[RawRow]:
         # as arrow tables: images and audio stay undecoded, and it is many times faster than reading row by row
         tables = hub_set.loaded.with_format("arrow").iter(batch_size=1024)
         return table_rows(hub_set.name, tables, hub_set.loaded.features.to_dict())
 
-    return RowSource(hub_set.name, digests, hub_set.num_rows, read, address=hub_set.address)
+    return RowSource(hub_set.name, digests, read=read, **known)

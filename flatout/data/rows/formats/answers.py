@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, combinations, pairwise
 
 from flatout.data.columns import PREFIX_TOKENS
-from flatout.data.conversation import Conversation, Message, PlainText, PreferenceRow, Role, is_empty
-from flatout.data.rows.formats.calls import holds_messages
+from flatout.data.conversation import Conversation, Message, PlainText, PreferenceRow, is_empty
 from flatout.data.rows.formats.conversations import (
     CHAT_COLUMNS,
+    SPOKEN,
     TurnReader,
     add_history,
     finished,
     spoken_turns,
     turns_at,
 )
-from flatout.data.rows.formats.fields import FieldError, Row, SourceOptions, Uses, kind, list_at, only, text_at
+from flatout.data.rows.formats.fields import FieldError, Row, Uses, kind, list_at, only
 from flatout.data.rows.formats.plain import parse_text
 from flatout.data.rows.formats.verdict import better_column, better_of, says_good, two_answers
 from flatout.errors import Fix
@@ -52,7 +52,6 @@ _EACH_SCORE, _EACH_RANK = ("score", "rating", "overall_score", "reward"), ("rank
 _ALL_SCORES, _ALL_RANKS = ("scores", "ratings", "rewards"), ("ranks", "rankings")
 RANKED_COLUMNS = (*_ALL_SCORES, *_ALL_RANKS)
 _TEXTS = ("answer", "response", "content", "text", "completion")
-_SPOKEN = "Assistant: "
 Given = tuple[str, object]
 """An answer of a row: its place, and its value."""
 
@@ -65,12 +64,12 @@ def parse_preference(row: Row) -> PreferenceRow:
         said = turns_at(row.columns[chat], chat)
         whole = bad == row.name("rejected_messages")
         given[0] = (chat, said) if whole else (f"{chat}[{len(said) - 1}]", said[-1:])
-        last = _turns(said[-1:], given[0][0], row.options, "assistant").messages[0].role
-        if last != "assistant":
+        turns = TurnReader(row.options)
+        turns.read(said[-1:], given[0][0])
+        if (last := turns.messages[0].role) != "assistant":
             raise FieldError(f"{given[0][0]} is a turn of {last}, so {bad} has no answer beside it; add the chosen one")
         row = row if whole else replace(row, columns={**row.columns, chat: said[:-1]})
-    answers, margin = _conversations(row, given), _margin(row)
-    return PreferenceRow(answers, ((0, 1),), row.origin, {} if margin is None else {MARGIN: (margin,)})
+    return PreferenceRow(_conversations(row, given), ((0, 1),), row.origin, _margin(row))
 
 
 def parse_choice(row: Row) -> PreferenceRow:
@@ -106,10 +105,13 @@ def parse_ranked(row: Row) -> PreferenceRow:
 def parse_kto(row: Row) -> PreferenceRow:
     """Parse a prompt, one answer and whether it is good; of a chat, the answer is what follows its last question."""
     name = row.named(LABELS)
-    label = _label(row.columns.get(name), name)
+    is_good = says_good(value := row.columns.get(name), name)
+    if is_good is None:
+        shown = f"{value!r:.40}" if isinstance(value, str) else kind(value)
+        raise FieldError(f"{name} is {shown}; the label of an answer is true or false, 1 or 0, good or bad")
     completion = row.first(COMPLETIONS)
     given = [] if completion is None else [(completion, row.columns[completion])]
-    return PreferenceRow(_conversations(row, given), ((0,),), row.origin, {"label": (label,)})
+    return PreferenceRow(_conversations(row, given), ((0,),), row.origin, {"label": (int(is_good),)})
 
 
 def parse_classified(row: Row) -> PreferenceRow:
@@ -181,10 +183,9 @@ def uses_of_choice(row: Row) -> Uses:
 
 def uses_of_pair(row: Row) -> Uses:
     """Return what pairs need, and fill: all have a margin or scores, or none has."""
-    scores = next((pair for pair in SCORES if all(row.get(name) is not None for name in pair)), ())
-    if needed := tuple(map(row.name, [MARGIN] if row.get(MARGIN) is not None else scores)):
-        return Uses((PREFIX_TOKENS, MARGIN), needed, unread=_other_prompts(row))
-    return Uses((PREFIX_TOKENS,), absent=(MARGIN, *chain(*SCORES)), unread=_other_prompts(row))
+    needed = _margin_columns(row)
+    absent = () if needed else (MARGIN, *chain(*SCORES))
+    return Uses((PREFIX_TOKENS, *[MARGIN] * bool(needed)), needed, absent, _other_prompts(row))
 
 
 def uses_of_ranked(row: Row) -> Uses:
@@ -212,11 +213,9 @@ def _conversations(row: Row, given: Sequence[Given]) -> tuple[Conversation, ...]
 
     Raises FieldError for answers that are empty, equal, to different prompts, or none.
     """
-    asked = prompt_of(row)
-    if asked is not None and asked.is_spoken:
-        given = [(place, _spoken(said) if isinstance(said, str) else said) for place, said in given]
-    read = [_turns(value, place, row.options, "assistant") for place, value in given]
-    are_whole = [bool(turns.messages) and turns.messages[0].role != "assistant" for turns in read]
+    asked, num_asked = prompt_of(row), 0
+    read = [_answer(row, *one, follows=asked is not None and asked.is_spoken) for one in given]
+    are_whole = [turns.messages[0].role != "assistant" for turns in read]
     if 0 < sum(are_whole) < len(read):
         raise FieldError(f"{given[0][0]} and {given[1][0]} differ in form: only one begins with the prompt")
     if not given:
@@ -224,50 +223,29 @@ def _conversations(row: Row, given: Sequence[Given]) -> tuple[Conversation, ...]
             raise FieldError("has no answer; name its column `completion`")
         read = [asked]
     elif all(are_whole):
-        _check_prompt(asked, read, given[0][0])
+        _check_prompt(asked, read[0], given[0][0])
     elif asked is None:
         raise FieldError(f"{given[0][0]} begins with an answer, and there is no prompt; name its column `prompt`")
+    elif asked.messages[-1].role == "assistant":
+        raise FieldError(f"{asked.places[-1]} is an assistant turn, but the answers follow it; end the prompt before")
     else:
-        _check_question(asked)
-        read = [_joined(asked, turns) for turns in read]
-    if len(read) == 1:
-        num_common = len(asked.messages) if given and asked and not any(are_whole) else _after_question(read[0])
-    else:
+        read, num_asked = [_joined(asked, turns) for turns in read], len(asked.messages)
+    if len(read) > 1:
         num_common = _num_common(read, [place for place, _ in given])
+    else:
+        num_common = num_asked or _after_question(read[0])
     for turns in read:
         _check_answer(turns, num_common)
         turns.messages[:num_common] = [replace(message, train=False) for message in turns.messages[:num_common]]
     return tuple(finished(turns, row) for turns in read)
 
 
-def _spoken(answer: str) -> str:
-    """Return an answer to a prompt that ends with `Assistant:`, with that before it."""
-    return answer if spoken_turns(answer, "assistant") else _SPOKEN + answer.lstrip()
-
-
-def _turns(value: object, place: str, options: SourceOptions, role: Role) -> TurnReader:
-    """Read a text, which is a turn of `role`, one turn, or a list of turns. Raises FieldError."""
-    if value in (None, "", []):
-        raise FieldError(f"{place} is {'missing' if value is None else 'empty'}; every answer needs its text")
-    if isinstance(value, str):
-        turns, spoken = TurnReader(options), spoken_turns(text_at(value, place), role)
-        if options.joins and spoken:
-            cut = value.rfind(_SPOKEN[:-1]) + len(_SPOKEN[:-1]) if role == "assistant" and spoken[1:] else 0
-            spoken = [Message("user", value[:cut]), Message(role, value[cut:])][not cut :]
-        turns.is_spoken = bool(spoken) and not options.joins and value.rstrip().endswith(_SPOKEN[:-1])
-        for message in spoken or [Message(role, value)]:
-            turns.add(message, place)
-        return turns
-    if not isinstance(value, list | dict):
-        raise FieldError(f"{place} is {kind(value)}; expected a text, a turn, or a list of turns")
-    is_turn = isinstance(value, dict) and not all(isinstance(item, list) for item in value.values())
-    given = [value] if is_turn else turns_at(value, place)
-    first = given[0] if given and isinstance(given[0], dict) else {}
-    is_from = options.name("from") in first and options.name("role") not in first
-    turns = TurnReader(options, *map(options.name, ("from", "value") if is_from else ("role", "content")))
-    turns.read(given, place)
-    if not turns.messages:
-        raise FieldError(f"{place} is empty; every answer needs its text")
+def _answer(row: Row, place: str, said: object, *, follows: bool) -> TurnReader:
+    """Read an answer; `follows`: its prompt ends with `Assistant:`."""
+    turns = TurnReader(row.options)
+    if follows and isinstance(said, str) and not spoken_turns(said, "assistant"):
+        said = f"{SPOKEN} {said.lstrip()}"
+    turns.read(said, place, "assistant")
     return turns
 
 
@@ -276,13 +254,12 @@ def prompt_of(row: Row) -> TurnReader | None:
     name = row.first(PROMPTS)
     if name is None:
         return None
+    turns = TurnReader(row.options)
     if name == row.name("instruction"):
-        turns = TurnReader(row.options)
         turns.add(Message("user", add_history(turns, row)), name)
-        return turns
-    value = row.columns[name]
-    is_chat = name in map(row.name, CHAT_COLUMNS) or holds_messages(value)
-    return _turns(turns_at(value, name) if is_chat else value, name, row.options, "user")
+    else:
+        turns.read(row.columns[name], name, None if name in map(row.name, CHAT_COLUMNS) else "user")
+    return turns
 
 
 def _joined(asked: TurnReader, answer: TurnReader) -> TurnReader:
@@ -292,19 +269,14 @@ def _joined(asked: TurnReader, answer: TurnReader) -> TurnReader:
     return turns
 
 
-def _check_prompt(asked: TurnReader | None, read: Sequence[TurnReader], place: str) -> None:
-    """Raise FieldError for a prompt that whole conversations do not hold."""
-    said = {message.content.strip() for turns in read[:1] for message in turns.messages}
+def _check_prompt(asked: TurnReader | None, whole: TurnReader, place: str) -> None:
+    """Raise FieldError for a prompt that a whole conversation does not hold."""
+    said = {message.content.strip() for message in whole.messages}
     for message, name in zip(asked.messages, asked.places, strict=True) if asked else ():
         if message.content.strip() not in said:
             raise FieldError(
                 f"{name} is not among the messages of {place}, which begins with a prompt of its own; remove one"
             )
-
-
-def _check_question(asked: TurnReader) -> None:
-    if asked.messages[-1].role == "assistant":
-        raise FieldError(f"{asked.places[-1]} is an assistant turn, but the answers follow it; end the prompt before")
 
 
 def _after_question(turns: TurnReader) -> int:
@@ -317,11 +289,8 @@ def _num_common(read: Sequence[TurnReader], places: Sequence[str]) -> int:
     for (one, first), (other, second) in combinations(zip(places, read, strict=True), 2):
         if first.messages == second.messages:
             raise FieldError(f"{one} and {other} are equal, so neither is better; remove the row")
-    shortest = min(len(turns.messages) for turns in read)
-    for place in range(shortest):
-        if any(turns.messages[place] != read[0].messages[place] for turns in read):
-            return place
-    return shortest
+    beside = list(zip(*(turns.messages for turns in read), strict=False))
+    return next((place for place, (one, *others) in enumerate(beside) if others != [one] * len(others)), len(beside))
 
 
 def _check_answer(turns: TurnReader, num_common: int) -> None:
@@ -345,42 +314,43 @@ def _check_answer(turns: TurnReader, num_common: int) -> None:
         raise FieldError(f"{place} is empty; every answer needs its text")
 
 
-def _margin(row: Row) -> float | None:
-    """Return by how much the chosen answer is better, None if the row does not say."""
-    if row.get(MARGIN) is not None:
-        name = row.name(MARGIN)
-        margin, text = _number(row.get(MARGIN), name), f"{name} is {row.get(MARGIN)}"
-    else:
-        scores = next((pair for pair in SCORES if all(row.get(one) is not None for one in pair)), None)
-        if scores is None:
-            return None
-        good, bad = (_number(row.get(one), row.name(one)) for one in scores)
-        margin, text = good - bad, f"{row.name(scores[0])} is {good:g} and {row.name(scores[1])} {bad:g}"
+def _margin_columns(row: Row) -> tuple[str, ...]:
+    """Return the user's names of the columns that say by how much the chosen answer is better: `margin`, or scores."""
+    known = (names for names in ((MARGIN,), *SCORES) if all(row.get(name) is not None for name in names))
+    return tuple(map(row.name, next(known, ())))
+
+
+def _margin(row: Row) -> dict[str, tuple[float]]:
+    names = _margin_columns(row)
+    numbers = [_number(row.columns[name], name) for name in names]
+    if not numbers:
+        return {}
+    margin = numbers[0] - sum(numbers[1:])
     if margin < 0:
-        raise FieldError(f"{text}, so the rejected answer is the better one; exchange the two, or remove the row")
-    return margin
+        said = " and ".join(f"{name} {number:g}" for name, number in zip(["is", *names[1:]], numbers, strict=True))
+        raise FieldError(
+            f"{names[0]} {said}, so the rejected answer is the better one; exchange the two, or remove the row"
+        )
+    return {MARGIN: (margin,)}
 
 
 def _values(row: Row, items: Sequence[object], column: str) -> tuple[list[float], bool]:
     """Return what each answer is worth, more for better, and whether these are scores. Raises FieldError."""
-    beside = row.first(RANKED_COLUMNS)
-    if beside is not None:
+    are_scores, key = _are_scores(row, items), _own_key(items)
+    if (beside := row.first(RANKED_COLUMNS)) is not None:
         given = list_at(row.columns[beside], beside)
         if len(given) != len(items):
             raise FieldError(f"{beside} has {len(given)} values, but {column} has {len(items)}; give one for each")
-        numbers = [_number(value, f"{beside}[{place}]") for place, value in enumerate(given)]
+        places = [f"{beside}[{place}]" for place in range(len(items))]
     else:
-        numbers = list(_own_values(items, column))
-    are_scores = _are_scores(row, items)
-    return [value if are_scores else -value for value in numbers], are_scores
-
-
-def _own_values(items: Sequence[object], column: str) -> Iterator[float]:
-    key = _own_key(items)
-    for place, item in enumerate(items):
-        if key is None or not isinstance(item, dict) or item.get(key) is None:
-            raise FieldError(f"{column}[{place}] has no {key or 'score and no rank'}; each answer needs one")
-        yield _number(item[key], f"{column}[{place}].{key}")
+        given = [item.get(key) if isinstance(item, dict) else None for item in items]
+        if None in given:
+            raise FieldError(
+                f"{column}[{given.index(None)}] has no {key or 'score and no rank'}; each answer needs one"
+            )
+        places = [f"{column}[{place}].{key}" for place in range(len(items))]
+    numbers = map(_number, given, places)
+    return [number if are_scores else -number for number in numbers], are_scores
 
 
 def _own_key(items: Sequence[object]) -> str | None:
@@ -411,11 +381,3 @@ def _number(value: object, place: str) -> float:
     if not math.isfinite(number) or abs(number) > 1e30:
         raise FieldError(f"{place} is {kind(value)}, not a finite number")
     return number
-
-
-def _label(value: object, place: str) -> int:
-    """Return 1 for an answer to be learnt, 0 for one to avoid."""
-    if (is_good := says_good(value, place)) is not None:
-        return int(is_good)
-    shown = f"{value!r:.40}" if isinstance(value, str) else kind(value)
-    raise FieldError(f"{place} is {shown}; the label of an answer is true or false, 1 or 0, good or bad")

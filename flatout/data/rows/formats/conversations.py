@@ -5,27 +5,36 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, cast
 
-from flatout.data.conversation import ROLES, Conversation, Message, PlainText, Role, is_empty
-from flatout.data.rows.formats.advice import advised
-from flatout.data.rows.formats.calls import call_of, calls_of, check_answers, holds_messages, in_call_order, tools_of
+from flatout.data.conversation import ROLES, Conversation, Message, PlainText, Role, ToolCall, is_empty
+from flatout.data.rows.formats.content import (
+    Content,
+    call_of,
+    calls_of,
+    check_answers,
+    holds_messages,
+    in_call_order,
+    read_parts,
+    silent_spans,
+    tools_of,
+    turn_flags,
+)
 from flatout.data.rows.formats.fields import (
     FieldError,
     Row,
     SourceOptions,
+    advised,
     check_texts,
     kind,
     list_at,
     object_at,
     optional_text,
+    refused,
     text_at,
     unpacked,
 )
-from flatout.data.rows.formats.parts import Content, read_parts
 from flatout.data.rows.formats.pictures import PICTURE_COLUMNS, pictures_of, with_pictures
-from flatout.data.rows.formats.turn_flags import silent_spans, turn_flags
 from flatout.errors import Fix
 
 # not a separate role: an assistant turn whose text is a function call in JSON
@@ -78,6 +87,8 @@ def turns_at(value: object, place: str) -> list[Any]:
 
 
 _SPEAKERS = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):[ \t]*")
+SPOKEN = "Assistant:"
+"""What an answer follows in such a text."""
 
 
 def spoken_turns(text: str, role: str = "user") -> list[Message]:
@@ -100,16 +111,9 @@ def parse_chat(row: Row, *, role: str, content: str) -> Conversation:
 
     OpenAI and Anthropic messages have the keys role and content (and tool_calls, ...), ShareGPT has from and value.
     """
-    turns = TurnReader(row.options, row.name(role), row.name(content))
+    turns = TurnReader(row.options, (row.name(role), row.name(content)))
     column = chat_column(row) or row.name(CHAT_COLUMNS[0])
-    said = row.columns.get(column)
-    for message in spoken_turns(said) if isinstance(said, str) else ():
-        turns.add(message, column)
-    if not turns.messages:
-        given = turns_at(said, column)
-        if not given:
-            raise FieldError(f"{column} is empty; a conversation needs at least one turn")
-        turns.read(given, column)
+    turns.read(row.columns.get(column), column)
     # a column with the last answer is only used if the user named it
     answer = row.get("completion") if "completion" in row.options.columns else None
     if answer is not None and turns.messages[-1].role != "assistant":
@@ -122,16 +126,15 @@ def parse_alpaca(row: Row) -> Conversation:
 
     A column of reasoning is only read if the user named it.
     """
-    turns, output = TurnReader(row.options), row.name("output")
-    question = add_history(turns, row)
-    thoughts = row.get("reasoning") if "reasoning" in row.options.columns else None
-    reasoning = optional_text(thoughts, row.name("reasoning")) or None
-    turns.add(Message("user", question))
-    answer = row.get("output")
+    turns = TurnReader(row.options)
+    turns.add(Message("user", add_history(turns, row)))
+    answer, output = row.get("output"), row.name("output")
     if output == "answers" and isinstance(answer, list) and answer and all(isinstance(one, str) for one in answer):
         if len(set(answer)) > 1:
             turns.remarks["several_answers"] = None
         answer = max(answer, key=answer.count)  # of equal numbers, the first
+    thoughts = row.get("reasoning") if "reasoning" in row.options.columns else None
+    reasoning = optional_text(thoughts, row.name("reasoning")) or None
     turns.add(Message("assistant", text_at(answer, output), reasoning))
     return finished(turns, row)
 
@@ -145,8 +148,8 @@ def add_history(turns: TurnReader, row: Row) -> str:
         if not isinstance(pair, list) or len(pair) != 2:
             got = f"a list of {len(pair)}" if isinstance(pair, list) else kind(pair)
             raise FieldError(f"{history}[{index}] is {got}, not a [question, answer] pair")
-        turns.add(Message("user", text_at(pair[0], f"{history}[{index}][0]")))
-        turns.add(Message("assistant", text_at(pair[1], f"{history}[{index}][1]")))
+        for place, role in enumerate(("user", "assistant")):
+            turns.add(Message(cast(Role, role), text_at(pair[place], f"{history}[{index}][{place}]")))
     return question
 
 
@@ -167,12 +170,10 @@ def parse_prompt_completion(row: Row) -> Conversation | PlainText:
         raise FieldError(
             f"{prompt} is {kind(asked)} and {completion} is {kind(answered)}; give two strings or two lists of messages"
         )
-    turns = TurnReader(row.options, row.name("role"), row.name("content"))
-    turns.read(turns_at(asked, prompt), prompt)
+    turns = TurnReader(row.options, (row.name("role"), row.name("content")))
+    turns.read(asked, prompt)
     turns.messages = [replace(turn, train=False) if turn.train is None else turn for turn in turns.messages]
-    if not answered:
-        raise FieldError(f"{completion} is empty; there is nothing to learn")
-    turns.read(turns_at(answered, completion), completion)
+    turns.read(answered, completion)
     return finished(turns, row)
 
 
@@ -221,33 +222,54 @@ def _system_text(value: object, place: str) -> str | None:
     return read_parts(value, place, "system", SourceOptions(), {}).text if value else None
 
 
-@lru_cache(maxsize=64)
-def _keys_read(role_key: str, content_key: str) -> frozenset[str]:
-    return frozenset({role_key, content_key, *TURN_KEYS})
-
-
 class TurnReader:
-    """Reads the turns of one row into `messages`, with the place of each in the row.
+    """Reads the turns of one row, whose role and content have these `keys`, or those of the first turn."""
 
-    `remarks` holds what the build report counts (see Conversation).
-    """
-
-    def __init__(self, options: SourceOptions, role_key: str = "role", content_key: str = "content") -> None:
-        self.options, self._role, self._content = options, role_key, content_key
-        self._read = _keys_read(role_key, content_key)
+    def __init__(self, options: SourceOptions, keys: tuple[str, str] | None = None) -> None:
+        self.options, self._keys = options, keys
+        self._role, self._content = keys or ("role", "content")
         self.messages: list[Message] = []
         self.places: list[str] = []
+        """Where each message stands in the row."""
         self.remarks: dict[str, None] = {}
-        self.is_spoken = False  # read from a text that ends where its answer begins
+        """What the build report counts (see Conversation)."""
+        self.is_spoken = False
+        """Whether they were read from a text that ends where its answer begins."""
 
     def add(self, message: Message, place: str = "") -> None:
         self.messages.append(message)
         self.places.append(place)
 
-    def read(self, turns: Sequence[Any], place: str) -> None:
-        """Append the messages of turns. Raises FieldError with the turn's index, counted from 0 as in JSON."""
+    def read(self, value: object, place: str, role: Role | None = None) -> None:
+        """Append the messages of a list of turns; with a role, also of one turn, or of a text, which has that role.
+
+        Raises FieldError with the turn's index, counted from 0 as in JSON.
+        """
+        if isinstance(value, str) and value and (role or spoken_turns(value)):
+            self._read_text(text_at(value, place), place, role or "user")
+            return
+        is_turn = role and isinstance(value, dict) and not all(isinstance(item, list) for item in value.values())
+        turns = []
+        if value not in (None, "", []):
+            turns = [value] if is_turn and not holds_messages(value) else turns_at(value, place)
+        if not turns:
+            needs = "every answer needs its text" if role else "a conversation needs at least one turn"
+            raise FieldError(f"{place} is {'missing' if value is None else 'empty'}; {needs}")
+        if self._keys is None and isinstance(turns[0], dict):
+            name = self.options.name
+            is_from = name("from") in turns[0] and name("role") not in turns[0]
+            self._role, self._content = map(name, ("from", "value") if is_from else ("role", "content"))
         for index, turn in enumerate(turns):
             self._turn(turn, f"{place}[{index}]")
+
+    def _read_text(self, text: str, place: str, role: Role) -> None:
+        spoken = spoken_turns(text, role)
+        if self.options.joins and spoken:
+            cut = text.rfind(SPOKEN) + len(SPOKEN) if role == "assistant" and spoken[1:] else 0
+            spoken = [Message("user", text[:cut]), Message(role, text[cut:])][not cut :]
+        self.is_spoken = bool(spoken) and not self.options.joins and text.rstrip().endswith(SPOKEN)
+        for message in spoken or [Message(role, text)]:
+            self.add(message, place)
 
     def _turn(self, turn: object, place: str) -> None:
         if isinstance(turn, str) and turn.lstrip().startswith("{"):
@@ -256,21 +278,21 @@ class TurnReader:
             raise FieldError(f"{place} is {kind(turn)}, not an object with {self._role} and {self._content}")
         if self._role not in turn:
             raise self._missing(turn, f"{place}.{self._role}")
-        role = role_of(_required(turn, place, self._role), f"{place}.{self._role}", self.options)
-        said = turn.get(self._content)
+        role = role_of(turn[self._role], f"{place}.{self._role}", self.options)
+        said, here = turn.get(self._content), f"{place}.{self._content}"
         if len(turn) == 2 and isinstance(said, str) and role != _CALL:  # most turns
-            self.add(Message(cast(Role, role), text_at(said, f"{place}.{self._content}")), place)
+            self.add(Message(cast(Role, role), text_at(said, here)), place)
             return
         if role == _CALL:
-            calls = calls_of(_required(turn, place, self._content), f"{place}.{self._content}")
-            self._add(turn, place, "assistant", Content(calls=calls))
+            if self._content not in turn:
+                raise self._missing(turn, here)
+            self._add(turn, place, "assistant", Content(calls=calls_of(said, here)))
             return
         content = self._read_content(turn, place, role)
-        if len(turn) > 2:
-            own = _same_in_all(turn, _REASONING, place)
-            if content.reasoning is not None and own is not None:
-                raise FieldError(f"{place} has reasoning both in its parts and next to them; keep one")
-            content.reasoning = own if content.reasoning is None else content.reasoning
+        own = _same_in_all(turn, _REASONING, place)
+        if content.reasoning is not None and own is not None:
+            raise FieldError(f"{place} has reasoning both in its parts and next to them; keep one")
+        content.reasoning = own if content.reasoning is None else content.reasoning
         if content.reasoning and role != "assistant":
             raise FieldError(f"{place} has reasoning, but is a {role} turn; only an assistant turn may have reasoning")
         self._add(turn, place, cast(Role, role), content)
@@ -282,8 +304,8 @@ class TurnReader:
         for own, key, names in zip(ours, (self._role, self._content), (_ROLE_KEYS, _TEXT_KEYS), strict=True):
             if key not in turn:
                 columns[own] = next((name for name in names if isinstance(turn.get(name), str)), "")
-        end, fixes = advised(self.options, Fix({"columns": columns})) if all(columns.values()) else ("", [])
-        return FieldError(f"{place} missing; keys: {', '.join(turn)}{end}", fixes)
+        ways = [Fix({"columns": columns})] if all(columns.values()) else []
+        return refused(f"{place} missing; keys: {', '.join(turn)}", self.options, *ways)
 
     def _add(self, turn: Mapping[str, Any], place: str, role: Role, content: Content) -> None:
         """Append the results of a turn's parts, then what it says itself, if that is more than results."""
@@ -291,7 +313,7 @@ class TurnReader:
         if len(turn) > 2 or content.silent:
             name = optional_text(turn.get("name"), f"{place}.name")
             call_id = _same_in_all(turn, _CALL_ID, place)
-            train, ranges = turn_flags(turn, place, self.options, self._read, self.remarks)
+            train, ranges = turn_flags(turn, place, self.options, {self._role, self._content, *TURN_KEYS}, self.remarks)
         if ranges is not None:
             if content.silent or not isinstance(turn.get(self._content), str):
                 raise FieldError(
@@ -313,39 +335,28 @@ class TurnReader:
 
     def _read_content(self, turn: Mapping[str, Any], place: str, role: str) -> Content:
         """Read text, reasoning and calls of a turn, from its content and `tool_calls` (or OpenAI's function_call)."""
-        key, calls_place = self._content, f"{place}.tool_calls"
-        value, content = turn.get(key), Content()
+        value, here, calls_place = turn.get(self._content), f"{place}.{self._content}", f"{place}.tool_calls"
+        calls: tuple[ToolCall, ...] = ()
         if turn.get("tool_calls") is not None:
-            content.calls = calls_of(list_at(turn["tool_calls"], calls_place), calls_place)
+            calls = calls_of(list_at(turn["tool_calls"], calls_place), calls_place)
         if turn.get("function_call") is not None:
-            content.calls += (call_of(turn["function_call"], f"{place}.function_call"),)
+            calls += (call_of(turn["function_call"], f"{place}.function_call"),)
+        if isinstance(value, list):
+            content = read_parts(value, here, role, self.options, self.remarks)
+            calls_place = here if content.calls else calls_place
+            content.calls += calls
+        elif isinstance(value, str) or (value is None and calls):
+            content = Content(text_at(value or "", here), calls=calls)
+        elif self._content not in turn:
+            raise self._missing(turn, here)
+        else:
+            hint = "; only an assistant turn with tool_calls may have none" if value is None else ""
+            raise FieldError(f"{here} is {kind(value)}, not a string{hint}")
         if content.calls and role != "assistant":
             raise FieldError(f"{calls_place} is a list in a {role} turn; only an assistant turn has tool calls")
-        if isinstance(value, str):
-            content.text = text_at(value, f"{place}.{key}")
-            return content
-        if value is None and content.calls:
-            return content
-        if value is None and key not in turn:
-            raise self._missing(turn, f"{place}.{key}")
-        if not isinstance(value, list):
-            hint = "; only an assistant turn with tool_calls may have none" if value is None else ""
-            raise FieldError(f"{place}.{key} is {kind(value)}, not a string{hint}")
-        parts = read_parts(value, f"{place}.{key}", role, self.options, self.remarks)
-        if parts.calls and role != "assistant":
-            raise FieldError(f"{place}.{key} is a list in a {role} turn; only an assistant turn has tool calls")
-        if parts.results and role not in ("user", "tool"):
-            raise FieldError(f"{place}.{key} has tool results; they belong in a user or tool turn, not in role {role}")
-        parts.calls += content.calls
-        return parts
-
-
-def _required(turn: Mapping[str, Any], place: str, key: str) -> Any:
-    if turn.get(key) is not None:
-        return turn[key]
-    if key in turn:
-        raise FieldError(f"{place}.{key} is null, not a string")
-    raise FieldError(f"{place}.{key} missing; keys: {', '.join(turn)}")
+        if content.results and role not in ("user", "tool"):
+            raise FieldError(f"{here} has tool results; they belong in a user or tool turn, not in role {role}")
+        return content
 
 
 def _same_in_all(turn: Mapping[str, Any], keys: Sequence[str], place: str) -> str | None:

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from flatout.data.conversation import PICTURE, Origin
-from flatout.errors import DataError
+from flatout.config.data import SourceConfig
+from flatout.data.conversation import PICTURE, Origin, is_in_memory
+from flatout.errors import DataError, Fix
 from flatout.io.json_file import JSONSyntaxError, parse_json
 
 # a PICTURE in a text would become a place for a picture that the row does not have
@@ -50,15 +51,12 @@ class Row:
     origin: Origin = field(default=Origin("", 1))
 
     def name(self, column: str) -> str:
-        """Return the user's name of a column."""
         return self.options.name(column)
 
     def get(self, column: str) -> Any:
-        """Return the value of a column, None if the row has none."""
         return self.columns.get(self.options.name(column))
 
     def text(self, column: str) -> str:
-        """Return the text of a column. Raises FieldError for another value."""
         return text_at(self.get(column), self.name(column))
 
     def first(self, columns: Iterable[str]) -> str | None:
@@ -174,3 +172,31 @@ def flag_at(value: object, place: str) -> bool:
     if value not in (0, 1):
         raise FieldError(f"{place} is {value}; only 0 (no loss) and 1 (loss) are allowed")
     return bool(value)
+
+
+def advised(options: SourceOptions, *ways: Fix) -> tuple[str, list[Fix]]:
+    """Return how to change settings of a source: the end of a sentence for rows in memory, which have none; and fixes.
+
+    `ways` have what to add to these settings, under their own names, and settings of the run.
+    """
+    said, fixes = dict[str, None](), list[Fix]()
+    given = {"columns": options.columns, "keys": options.keys, "roles": options.roles}
+    for way in ways:
+        own = {name: value for name, value in way.settings.items() if name in SourceConfig.model_fields}
+        of_run = {name: value for name, value in way.settings.items() if name not in own}
+        steps = [f"rename the key `{theirs}` to `{ours}`" for ours, theirs in own.get("columns", {}).items()]
+        steps += [f"remove the key `{name}`" for name in own.get("keys", ())]
+        if not is_in_memory(options.path):
+            own |= {name: {**given[name], **own[name]} for name in given.keys() & own.keys()}
+            fixes.append(Fix({"data.sources": [{"path": options.path, **own}], **of_run}, way.why))
+        elif of_run:
+            fixes.append(Fix(of_run, "; ".join([way.why, *steps])))
+        elif steps:
+            said[f"; {' and '.join(steps)}"] = None
+    return "".join(said), fixes
+
+
+def refused(said: str, options: SourceOptions, *ways: Fix) -> FieldError:
+    """Return the error on a row that other settings of its source would make readable; `ways` are as in `advised`."""
+    end, fixes = advised(options, *ways)
+    return FieldError(said + end, fixes)

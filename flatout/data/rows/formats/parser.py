@@ -6,34 +6,32 @@ import difflib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 from flatout.config.data import CONVERTERS
 from flatout.config.schema import SourceConfig
 from flatout.data.conversation import Origin, ParsedRow, PreferenceRow
 from flatout.data.rows.formats.advice import (
-    Advice,
     Works,
-    advised,
     alpaca_columns,
+    columns_found,
     near_miss,
-    proposed,
+    refusal,
+    unknown_format,
     unread_meaning,
+    unreadable,
 )
 from flatout.data.rows.formats.answers import CLASSIFY, JUDGED, MARGIN, PREFERENCES, is_choice, is_ranked
 from flatout.data.rows.formats.conversations import ROLE_TARGETS, TURN_KEYS, chat_column, turns_at
-from flatout.data.rows.formats.fields import FieldError, Row, SourceOptions, kind, unpacked
+from flatout.data.rows.formats.fields import FieldError, Row, SourceOptions, advised, kind, unpacked
 from flatout.data.rows.formats.pictures import PICTURED_FORMATS, is_picture_column, pictures_of
-from flatout.data.rows.formats.refusals import refusal
-from flatout.data.rows.formats.rules import RULES
+from flatout.data.rows.formats.rules import ALL_COLUMNS, RULES
 from flatout.data.rows.read import RawRow
 from flatout.errors import DataError, Fix
 
 _ONE_SCHEMA = "all rows of a source need one schema: list this file as a separate source, or fix the row"
-
-
+# keys of a turn that `columns` renames
 _NO_COLUMN = {"role", "content", "from", "value"}
-"""Keys of a turn that `columns` renames."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +54,15 @@ class RowParser:
     """Columns of the store that its rows fill."""
 
     @property
+    def is_joined(self) -> bool:
+        """Whether rows are two texts, which are joined as they stand."""
+        return self.format == "prompt_completion" and all(kind == "a string" for _, kind in self.kinds)
+
+    @property
     def summary(self) -> str:
         """One line for the console: the format, its columns and the ignored columns."""
         unread = f"; ignored: {', '.join(self.unread)}{self.hint}" if self.unread else ""
-        remark = "" if self.format == "prompt_completion" and not _are_texts(self) else RULES[self.format].remark
+        remark = "" if self.format == "prompt_completion" and not self.is_joined else RULES[self.format].remark
         columns = ", ".join(name for name, _ in self.kinds)
         return f"{self.format} rows ({columns}){unread}{'; ' if remark else ''}{remark}"
 
@@ -81,16 +84,12 @@ class RowParser:
         for name, first_kind in self.kinds:
             if name not in row:
                 has = f"no column {name!r}, but {self.first} has it ({self.format} rows)"
-                raise FieldError(f"{has}; {_columns_found(row)}; {_ONE_SCHEMA}")
+                raise FieldError(f"{has}; {columns_found(row)}; {_ONE_SCHEMA}")
             if isinstance(row[name], str | list) and kind(row[name]) != first_kind:
                 raise FieldError(f"{name} is {kind(row[name])}, but {first_kind} at {self.first}; {_ONE_SCHEMA}")
         for name in self.absent:
             if row.get(name) is not None:
                 raise FieldError(f"has a column {name!r}, but {self.first} has none; {_ONE_SCHEMA}")
-
-
-def _are_texts(parser: RowParser) -> bool:
-    return all(kind == "a string" for _, kind in parser.kinds)
 
 
 def make_parser(source: SourceConfig, first: RawRow) -> RowParser:
@@ -124,37 +123,32 @@ def _parser_of(source: SourceConfig, first: RawRow, works: Works) -> RowParser:
     _check_renames(source, first)
     options = SourceOptions(source.columns, source.roles, source.system, source.keys, source.pairs, path=source.path)
     row = Row(first.columns, options, first.origin)
-    known = _known(row) if source.format == "auto" else source.format
-    if why := refusal(row, known if known in (*JUDGED, CLASSIFY, *PICTURED_FORMATS) else None):
+    name = _known(row) if source.format == "auto" else source.format
+    if why := refusal(row, name if name in (*JUDGED, CLASSIFY, *PICTURED_FORMATS) else None):
         raise why.at(first.origin)
-    name = known or _unknown(row, works)
-    _require_no_converter(name, row)
+    if name is None:
+        raise unknown_format(row, works)
+    if file := CONVERTERS.get(name.removesuffix("_trees")):
+        said = f"{name} rows need a converter: copy {file.partition(':')[0]} of flatout's repository, and name it"
+        end, fixes = advised(options, Fix({"format": file}, "converts these rows"))
+        raise DataError(f"{row.origin}: {said}{end}; {columns_found(row.columns)}", fixes)
     if name in PREFERENCES and RULES[name].missing(row):
         name = "ranked" if is_ranked(row) else "choice" if is_choice(row) else name
     rule = RULES[name]
     if missing := rule.missing(row):
-        advice = near_miss(missing, _all_columns(), row.columns, works)
-        raise _refusal(row, advice or Advice(f"no column {missing[0]!r}, which format {name} needs"))
+        said = f"no column {missing[0]!r}, which format {name} needs"
+        raise near_miss(row, missing, works) or unreadable(row, said)
     if source.system is not None and name in ("text", "tokens"):
         raise DataError(f"{first.origin}: system is set, but {name} rows are not conversations; remove system")
     uses = rule.uses(row)
     used = [*rule.used(row), *uses.needed]
     kinds = tuple((column, kind(row.columns[column])) for column in used)
     parser = RowParser(name, options, first.origin, kinds, uses.absent, columns=uses.fills)
-    is_joined = name == "prompt_completion" and _are_texts(parser)
-    # to a text, nothing else applies
-    read = set(used) if is_joined else rule.read(options).union(used) - set(uses.unread)
-    shows = is_picture_column if name in PICTURED_FORMATS else lambda column: False
-    unread = tuple(column for column in row.columns if column not in read and not shows(column))
+    # to a joined text, nothing else applies
+    read = set(used) if parser.is_joined else rule.read(options).union(used) - set(uses.unread)
+    read |= set(filter(is_picture_column, row.columns)) if name in PICTURED_FORMATS else set()
+    unread = tuple(column for column in row.columns if column not in read)
     return replace(parser, unread=unread, hint=unread_meaning(row, unread) if name == "alpaca" else "")
-
-
-def _require_no_converter(name: str, row: Row) -> None:
-    """Raise DataError for rows that need a converter."""
-    if file := CONVERTERS.get(name.removesuffix("_trees")):
-        said = f"{name} rows need a converter: copy {file.partition(':')[0]} of flatout's repository, and name it"
-        end, fixes = advised(row.options, Fix({"format": file}, "converts these rows"))
-        raise DataError(f"{row.origin}: {said}{end}; {_columns_found(row.columns)}", fixes)
 
 
 def _canonical(row: Mapping[str, Any]) -> str:
@@ -174,9 +168,8 @@ def _of_pictured(columns: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _check_renames(source: SourceConfig, first: RawRow) -> None:
-    rules = RULES.values() if source.format == "auto" else [RULES[source.format]]
-    known = set().union(*(rule.columns for rule in rules))
-    form = "any format" if source.format == "auto" else f"format {source.format}"
+    is_auto = source.format == "auto"
+    known, form = (ALL_COLUMNS, "any format") if is_auto else (RULES[source.format].columns, f"format {source.format}")
     for ours, theirs in source.columns.items():
         lacks = theirs not in first.columns and ours not in _NO_COLUMN
         if theirs in known and ours in first.columns and (lacks or ours not in known):
@@ -192,7 +185,7 @@ def _check_renames(source: SourceConfig, first: RawRow) -> None:
             near = difflib.get_close_matches(theirs, list(first.columns), n=1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             said = f"no column {theirs!r}{hint}, set by columns={{{ours}: {theirs}}}"
-            raise DataError(f"{first.origin}: {said}; {_columns_found(first.columns)}")
+            raise DataError(f"{first.origin}: {said}; {columns_found(first.columns)}")
 
 
 def _known(row: Row) -> str | None:
@@ -204,41 +197,6 @@ def _known(row: Row) -> str | None:
     return None
 
 
-def _unknown(row: Row, works: Works) -> NoReturn:
-    """Raise DataError with the columns found and what to set."""
-    columns = row.columns
-    advice = proposed(columns, works)
-    empty = [name for name, value in columns.items() if value is None and name in _all_columns()]
-    if advice is None and empty:
-        advice = Advice(
-            f"no known format has these columns, as {empty[0]!r} is null: give it a value or remove the row"
-        )
-    if advice is None:
-        missing = [name for rule in RULES.values() for name in rule.missing(row)]
-        texts = [name for name, value in columns.items() if isinstance(value, str)]
-        example = dict(zip(("instruction", "output"), texts, strict=False)) if texts[1:] else {}
-        example = example if works(example) else {}
-        parts = " and ".join(map("{} holds the {}".format, example.values(), ("question", "answer")))
-        said = f"no known format has these columns; rename them to {_USUAL}"
-        near = near_miss(missing, _all_columns(), columns, works)
-        advice = near or Advice(said, example, f"if {parts}", is_sure=False)
-    raise _refusal(row, advice)
-
-
-# the columns of the formats that most data sets have
-_USUAL = "(messages), (instruction, output), (prompt, completion), (text) or (chosen, rejected)"
-
-
-class ColumnsError(DataError):
-    """Rows have columns that no format reads; its fix sets those of the source that would make them readable."""
-
-
-def _refusal(row: Row, advice: Advice) -> DataError:
-    end, fixes = advised(row.options, Fix({"columns": advice.columns}, advice.why)) if advice.columns else ("", [])
-    kind_of = ColumnsError if fixes and advice.is_sure else DataError
-    return kind_of(f"{row.origin}: {advice.text}{end}; {_columns_found(row.columns)}", fixes)
-
-
 def _is_sharegpt(row: Row) -> bool:
     column = chat_column(row)
     first = None
@@ -248,12 +206,3 @@ def _is_sharegpt(row: Row) -> bool:
     if not isinstance(first, dict):  # the turns show nothing, so the column's usual name decides
         return column != row.name("messages")
     return row.name("from") in first and row.name("role") not in first
-
-
-def _all_columns() -> set[str]:
-    return set().union(*(rule.columns for rule in RULES.values()))
-
-
-def _columns_found(row: Mapping[str, Any]) -> str:
-    """Return the row's columns for a message; null ones are marked."""
-    return "columns found: " + (", ".join(f"{n} (null)" if v is None else n for n, v in row.items()) or "none")

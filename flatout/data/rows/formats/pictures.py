@@ -1,15 +1,16 @@
-"""Pictures of a row: typed parts, a column `images` or `image`, and the marks in texts that stand for them."""
+"""Media of a row: pictures in typed parts, in a column `images` or `image`, and what stands for them in texts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import count
+from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 from flatout.data.conversation import PICTURE, Message, PictureSource
 from flatout.data.rows.formats.fields import FieldError, Row, kind
-from flatout.data.rows.formats.turn_flags import holds_something, media_kind
 
 PICTURE_COLUMNS = ("images", "image")
 """Columns with the pictures of a row, in the order of its texts."""
@@ -25,6 +26,34 @@ PICTURE_KEYS = {*PICTURE_PARTS, "path", "url", "base64", "source", "data", "medi
 _SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 WAITING = PictureSource("", "")
 """The picture of a part that only says that there is one: the next of the row's column."""
+_MEDIA = re.compile(
+    r"(?:(image|img|picture|photo|pixel|video|audio)s?)"
+    r"(?:_(?:path|url|uri|file|filename|byte|base64|data|value)s?|_input)?",
+    re.IGNORECASE,
+)
+
+
+@lru_cache(maxsize=4096)
+def media_kind(name: str) -> str | None:
+    """Return what a key or column of this name holds: "image", "video", "audio", or None for no media."""
+    match = _MEDIA.fullmatch(name)
+    return match and ("image" if match[1].lower() not in ("video", "audio") else match[1].lower())
+
+
+def media_error(place: str, media: str) -> str:
+    """Return why a row with media is refused."""
+    return (
+        f"{place} holds {media}s, which cannot be trained on yet, so its words would lose their meaning; remove the row"
+    )
+
+
+def holds_something(value: object) -> bool:
+    """Return whether a value is more than null, zero, an empty text, and lists or objects of these."""
+    if isinstance(value, Mapping):
+        return any(map(holds_something, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(holds_something, value))
+    return not (value in (None, 0) or (isinstance(value, str | bytes) and value.strip() in ("", b"", "[]", "null")))
 
 
 def is_picture_column(name: str) -> bool:
@@ -49,12 +78,10 @@ def picture_at(value: object, place: str) -> PictureSource:
     Raises FieldError for another value.
     """
     if isinstance(value, Mapping):
-        said = ((name, content) for name, content in value.items() if content not in (None, "", b""))
-        given = [one for one in said if one[0] in PICTURE_KEYS - {"media_type"}]
         # the bytes of a file come first: the path beside them says where they once were
-        order = ("bytes", "base64", "data")
-        given.sort(key=lambda item: order.index(item[0]) if item[0] in order else len(order))
-        for name, content in given:
+        given = (key for key in ("bytes", "base64", "data", *value) if key in PICTURE_KEYS - {"media_type"})
+        if name := next((key for key in given if value.get(key) not in (None, "", b"")), None):
+            content = value[name]
             if name in ("base64", "data") and isinstance(content, str) and not content.startswith("data:"):
                 content = f"data:;base64,{content}"
             return picture_at(content, f"{place}.{name}")
@@ -86,32 +113,31 @@ def with_pictures(messages: Sequence[Message], row: Row) -> Sequence[Message]:
         raise FieldError(
             f"{column} has {len(given)} pictures, but the turns have {num_places} {what}; give one for each"
         )
-    numbers, placed = count(), list[Message]()
-    first = next((k for k, message in enumerate(messages) if message.role == "user"), -1)
-    if not num_places and first < 0:
+    if num_places:
+        pictures = iter(given)
+        return [_filled(message, pictures, column) for message in messages]
+    first = next((k for k, message in enumerate(messages) if message.role == "user"), None)
+    if first is None:
         raise FieldError(f"{column} has pictures, but no user turn is there to show them; add one")
-    for index, message in enumerate(messages):
-        if num_marks and MARK in message.content:
-            num_in_text = message.content.count(MARK)
-            placed.append(_replaced(message, [given[next(numbers)] for _ in range(num_in_text)], column))
-        elif num_waiting:
-            filled = [given[next(numbers)] if picture is WAITING else picture for picture in message.pictures]
-            placed.append(replace(message, pictures=tuple(filled)))
-        elif not num_places and index == first:
-            placed.append(replace(message, content=PICTURE * len(given) + message.content, pictures=tuple(given)))
-        else:
-            placed.append(message)
-    return placed
+    asked = messages[first]
+    asked = replace(asked, content=PICTURE * len(given) + asked.content, pictures=tuple(given))
+    return [*messages[:first], asked, *messages[first + 1 :]]
 
 
-def _replaced(message: Message, pictures: Sequence[PictureSource], column: str) -> Message:
-    if message.role == "assistant":
-        raise FieldError(f"an assistant turn holds {MARK} of {column}, but a model writes no pictures; remove it")
-    if message.silent or message.pictures:
-        raise FieldError(
-            f"a turn with ranges of loss or with parts holds {MARK} of {column}; give its pictures as parts"
-        )
-    return replace(message, content=message.content.replace(MARK, PICTURE), pictures=tuple(pictures))
+def _filled(message: Message, pictures: Iterator[PictureSource], column: str) -> Message:
+    """Return a message with the next pictures where its parts wait for one, or its text has MARK."""
+    if num_marks := message.content.count(MARK):
+        if message.role == "assistant":
+            raise FieldError(f"an assistant turn holds {MARK} of {column}, but a model writes no pictures; remove it")
+        if message.silent or message.pictures:
+            raise FieldError(
+                f"a turn with ranges of loss or with parts holds {MARK} of {column}; give its pictures as parts"
+            )
+        shown = tuple(islice(pictures, num_marks))
+        return replace(message, content=message.content.replace(MARK, PICTURE), pictures=shown)
+    if WAITING not in message.pictures:
+        return message
+    return replace(message, pictures=tuple(next(pictures) if one is WAITING else one for one in message.pictures))
 
 
 def pictures_of(row: Row) -> tuple[str, list[PictureSource]]:

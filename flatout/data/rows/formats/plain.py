@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from flatout.data.conversation import PlainText, TokenRow
+from flatout.data.rows.formats.content import turn_flags
 from flatout.data.rows.formats.fields import FieldError, Row, flag_at, kind, list_at, object_at, text_at
-from flatout.data.rows.formats.turn_flags import turn_flags
 
 T = TypeVar("T")
 _IGNORED_LABEL = -100

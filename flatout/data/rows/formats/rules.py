@@ -165,3 +165,5 @@ RULES: dict[str, FormatRule] = {
     ),
     "text": FormatRule(plain.parse_text, (("text",),)),
 }
+ALL_COLUMNS = set[str]().union(*(rule.columns for rule in RULES.values()))
+"""Columns that a format reads."""

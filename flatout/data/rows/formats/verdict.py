@@ -45,20 +45,14 @@ _ENDS = (("a", "b"), ("1", "2"), ("0", "1"))
 _FIRST, _SECOND = ("first", "left"), ("second", "right")
 
 
-def verdict_of(value: object) -> bool | None:
-    """Return whether a verdict is a good one: true, 1, good, thumbs_up, ...; None for what is no verdict."""
-    value = only(value)
-    if isinstance(value, str | bool):
-        word = re.sub(r"[\s-]+", "_", str(value).strip().lower())
-        return True if word in _GOOD else False if word in _BAD else None
-    is_flag = isinstance(value, int | float) and value in (0, 1)
-    return bool(value) if is_flag else None
+def _normalized(word: object) -> str:
+    return re.sub(r"[\s-]+", "_", str(word).strip().lower())
 
 
 @lru_cache(maxsize=4096)
 def _meaning(name: str) -> tuple[bool, bool] | None:
     """Return what a true in a column means, and whether a number says as much as a word; None for other columns."""
-    word = re.sub(r"[\s-]+", "_", name.lower())
+    word = _normalized(name)
     if word in ("label", "kto_tag"):
         return True, True
     true_is_good, takes_numbers = _VERDICTS.get(word.removeprefix("is_"), (None, False))
@@ -67,10 +61,15 @@ def _meaning(name: str) -> tuple[bool, bool] | None:
 
 def says_good(value: object, name: str) -> bool | None:
     """Return whether the value of this column calls an answer good: a true of thumbs_down does not; None if unclear."""
-    verdict, (true_is_good, _), value = verdict_of(value), _meaning(name) or (True, True), only(value)
-    if isinstance(value, str) and value.strip().lower() not in {*_NUMBERS, "true", "false"}:
-        return verdict  # a word such as rejected says what it means in any column
-    return None if verdict is None else verdict is true_is_good
+    value, true_is_good = only(value), (_meaning(name) or (True, True))[0]
+    if isinstance(value, str | bool):
+        word = _normalized(value)
+        is_good = True if word in _GOOD else False if word in _BAD else None
+        if word not in (*_NUMBERS, "true", "false"):
+            return is_good  # a word such as rejected says what it means in any column
+    else:
+        is_good = bool(value) if isinstance(value, int | float) and value in (0, 1) else None
+    return None if is_good is None else is_good is true_is_good
 
 
 def bad_verdict(row: Row) -> tuple[str, bool] | None:
@@ -83,8 +82,8 @@ def bad_verdict(row: Row) -> tuple[str, bool] | None:
             continue  # an answer of a pair, however it reads
         is_good, takes_numbers = meaning
         value = only(value)
-        is_word = isinstance(value, bool) or (isinstance(value, str) and value.strip().lower() not in _NUMBERS)
-        if says_good(value, name) is False and (takes_numbers or is_word):
+        is_word = isinstance(value, bool) or (isinstance(value, str) and _normalized(value) not in _NUMBERS)
+        if (takes_numbers or is_word) and says_good(value, name) is False:
             return name, is_good
     return None
 
