@@ -20,16 +20,15 @@ FILE_TYPES = (".txt", ".json", ".jsonl", ".ndjson")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A conversation that ends where the assistant answers, and the answers that count as right, if any are known.
-
-    `origin` is its file and row, empty for a prompt of no file. `pictures` are the files of those that the PICTURE
-    characters of contents stand for, in their order.
-    """
+    """A conversation that ends where the assistant answers."""
 
     messages: tuple[dict[str, Any], ...]
     accepted: tuple[str, ...] = ()
+    """The answers that count as right, if any are known."""
     origin: str = ""
+    """Its file and row, empty for a prompt of no file."""
     pictures: tuple[bytes, ...] = ()
+    """The files of those that the PICTURE characters of contents stand for, in their order."""
 
     @property
     def text(self) -> str:
@@ -79,31 +78,28 @@ def _rows(path: Path) -> Iterator[RawRow]:
 
 
 def _prompt_of(row: RawRow) -> Prompt:
-    """Return the prompt of a row. Raises DataError naming row and field."""
-    columns: Mapping[str, Any] = row.columns
+    columns, where = row.columns, row.origin
     answer = columns.get("answer", [])
     accepted = [answer] if isinstance(answer, str) else answer
     if not isinstance(accepted, list) or not all(isinstance(text, str) for text in accepted):
-        raise DataError(f"{row.origin}: answer must be a text or a list of texts")
+        raise DataError(f"{where}: answer must be a text or a list of texts")
     if ("prompt" in columns) == ("messages" in columns):
-        raise DataError(f"{row.origin}: expected one of the columns prompt and messages; found {', '.join(columns)}")
-    asked: Any = columns["prompt" if "prompt" in columns else "messages"]
+        raise DataError(f"{where}: expected one of the columns prompt and messages; found {', '.join(columns)}")
+    asked = columns.get("prompt", columns.get("messages"))
     is_turns = isinstance(asked, list) and any(isinstance(turn, dict) and "role" in turn for turn in asked)
     messages = [{"role": "user", "content": asked}] if "prompt" in columns and not is_turns else asked
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"{row.origin}: messages must be a list of turns with role and content")
+        raise DataError(f"{where}: messages must be a list of turns with role and content")
     turns = [turn if isinstance(turn, dict) else {} for turn in messages]
-    plain_turns = [{"role": turn.get("role"), "content": turn.get("content")} for turn in turns]
-    shown = shown_prompt(plain_turns, columns, row.origin)
+    shown = shown_prompt([{key: turn.get(key) for key in ("role", "content")} for turn in turns], columns, where)
     for place, turn in enumerate(shown.messages, start=1):
         said = turn["content"]
         if turn["role"] not in ROLES or not (isinstance(said, str) and said.strip()):
-            raise DataError(
-                f"{row.origin}: turn {place} needs a role ({', '.join(ROLES)}) and a text, or parts, as its content"
-            )
+            needs = f"a role ({', '.join(ROLES)}) and a text, or parts, as its content"
+            raise DataError(f"{where}: turn {place} needs {needs}")
     if shown.messages[-1]["role"] == "assistant":
-        raise DataError(f"{row.origin}: the last turn is the assistant's; leave it out, and give it as `answer`")
-    return replace(shown, accepted=tuple(accepted), origin=str(row.origin))
+        raise DataError(f"{where}: the last turn is the assistant's; leave it out, and give it as `answer`")
+    return replace(shown, accepted=tuple(accepted), origin=str(where))
 
 
 def shown_prompt(

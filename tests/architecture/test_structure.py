@@ -68,7 +68,7 @@ MAX_PACKAGE_LINES = {
     "cli": 2_500,
     "compat": 500,
     "config": 3_500,
-    "data": 11_500,
+    "data": 11_000,
     "demo": 1_000,
     "doctor": 500,
     "environment": 500,

@@ -7,7 +7,6 @@ import shutil
 import tarfile
 import tempfile
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -94,35 +93,29 @@ def read_file(file: DataFile, bad_row: BadRow = raise_error, unread: Unread = la
     if row_type(file) not in ARCHIVES:
         yield from read_rows(file, bad_row)
         return
-    with unpacked(file) as (kind, content):
-        try:
+    try:
+        with unpacked(file) as (kind, content):
             yield from (_read_zip if kind == ".zip" else _read_tar)(file, content, bad_row, unread)
-        except (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError) as error:
-            raise DataError(
-                f"{file}: the {kind} file is damaged or truncated ({first_line(error)}); copy it again"
-            ) from error
-        except (RuntimeError, NotImplementedError) as error:  # zipfile: a password, a rare compression
-            raise DataError(
-                f"{file}: cannot be unpacked ({first_line(error)}); unpack it and give its files"
-            ) from error
+    except (RuntimeError, NotImplementedError) as error:  # zipfile: a password, a rare compression
+        raise DataError(f"{file}: cannot be unpacked ({first_line(error)}); unpack it and give its files") from error
 
 
-def _is_read(member: _Member, is_file: bool, unread: Unread) -> bool:
+def _is_read(archive: str, path: str, is_file: bool, unread: Unread) -> bool:
     """Return whether a member is read; hidden files and files about the rows are not, and need no word."""
-    if any(part.startswith(".") for part in PurePosixPath(member.path).parts):
+    if any(part.startswith(".") for part in PurePosixPath(path).parts):
         return False
-    has_rows = holds_rows(member.path) if is_file and row_type(member) not in ARCHIVES else False
+    has_rows = holds_rows(path) if is_file and row_type(PurePosixPath(path)) not in ARCHIVES else False
     if has_rows is False:
-        unread(str(member))
+        unread(f"{archive}/{path}")
     return bool(has_rows)
 
 
 def _read_zip(file: DataFile, content: BinaryIO, bad_row: BadRow, unread: Unread) -> Iterator[RawRow]:
     with zipfile.ZipFile(content) as archive:
-        names = sorted(member.filename for member in archive.infolist() if not member.is_dir())
-        for name in [name for name in names if _is_read(_Member(str(file), name, io.BytesIO()), True, unread)]:
-            with archive.open(name) as opened:
-                yield from read_rows(_Member(str(file), name, opened), bad_row)
+        members = sorted((member for member in archive.infolist() if not member.is_dir()), key=lambda m: m.filename)
+        for member in [one for one in members if _is_read(str(file), one.filename, True, unread)]:
+            with archive.open(member) as opened:
+                yield from read_rows(_Member(str(file), member.filename, opened), bad_row)
 
 
 def _read_tar(file: DataFile, content: BinaryIO, bad_row: BadRow, unread: Unread) -> Iterator[RawRow]:
@@ -156,12 +149,11 @@ def _parts(file: str, archive: tarfile.TarFile, unread: Unread) -> Iterator[tupl
     """Yield the members that are read: a sample's name with columns or what is wrong, or None with a file of rows."""
     for info in archive:
         # what is neither a folder nor a file is a link or a device
-        member = _Member(file, info.name, io.BytesIO())
-        if info.isdir() or not _is_read(member, info.isfile(), unread):
+        if info.isdir() or not _is_read(file, info.name, info.isfile(), unread):
             continue
         content = archive.extractfile(info)
         assert content is not None  # it is a file
-        part = _part_of_sample(replace(member, content=content), info.size)
+        part = _part_of_sample(_Member(file, info.name, content), info.size)
         path = PurePosixPath(info.name)
         yield None if isinstance(part, _Member) else str(path.with_name(path.name.partition(".")[0])), part
 

@@ -8,11 +8,15 @@ yields as a result, is what is wrong with the row.
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+
+from xxhash import xxh3_128_hexdigest
 
 from flatout.config.data import SourceConfig
 from flatout.config.own_code import OwnCode, line_of
@@ -39,7 +43,8 @@ class SourceRow(dict[str, Any]):
 def converted(source: RowSource, config: SourceConfig, log: Callable[[str], None] = lambda _: None) -> RowSource:
     """Return a source with the rows that its converter makes; one without a converter stays as it is.
 
-    The file's hash is among those of the source's files, so that a changed converter builds the data set again.
+    The hashes of its file, and of the files beside it that it imports, are among those of the source's files, so that
+    a changed converter builds the data set again.
     """
     if config.converter is None:
         return source
@@ -65,9 +70,28 @@ def converted(source: RowSource, config: SourceConfig, log: Callable[[str], None
             most = left_out.most_common(1)[0][0]
             raise DataError(f"{source.name}: {config.converter} left out all {left_out.total():,} rows ({most})")
 
-    files = {**source.files, str(code.path): code.digest}
+    files = {**source.files, str(code.path): code.digest, **_imported(code)}
     named = f"{code.path.name}:{code.name}"
     return replace(source, files=files, num_rows=None, read=read, is_local=False, converter=named, left_out=left_out)
+
+
+def _imported(code: OwnCode) -> dict[str, str]:
+    """Return the files in the folder of code that it imports, and that these import, with their hashes; runs none."""
+    digests, unread = dict[str, str](), [code.content]
+    while unread:
+        names = list[str]()
+        with suppress(SyntaxError, ValueError):  # told when it runs
+            for node in ast.walk(ast.parse(unread.pop())):
+                if isinstance(node, ast.Import):
+                    names += [each.name for each in node.names]
+                elif isinstance(node, ast.ImportFrom) and node.module:
+                    names += [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
+        for module in (code.path.parent.joinpath(*name.split(".")) for name in names):
+            for file in (module.with_name(f"{module.name}.py"), module / "__init__.py"):
+                if str(file) not in digests and file.is_file():
+                    unread.append(file.read_bytes())
+                    digests[str(file)] = xxh3_128_hexdigest(unread[-1])
+    return digests
 
 
 def _results(code: OwnCode, rows: Iterable[RawRow]) -> Iterator[tuple[SourceRow, Any]]:
@@ -108,7 +132,6 @@ def _require_own(error: BaseException) -> None:
 
 
 def _made(code: OwnCode, source: SourceRow, result: Any) -> list[RawRow]:
-    """Return the rows of a result. Raises DataError for an exception, and for what is no row."""
     origin = source.origin
     if isinstance(result, BaseException):
         kind = "" if isinstance(result, ValueError) else f"{type(result).__name__}: "

@@ -8,6 +8,8 @@ import gzip
 import io
 import lzma
 import re
+import tarfile
+import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -139,7 +141,7 @@ def unpacked(file: DataFile) -> Iterator[tuple[str, BinaryIO]]:
                     raise DataError(f"{file}: the content is {ending}, unlike the name; rename it to *{ending}")
             with _UNPACKERS[packing](packed) if packing else packed as content:
                 yield kind or ".jsonl", content
-    except (OSError, lzma.LZMAError, zlib.error, EOFError) as error:
+    except (OSError, lzma.LZMAError, zlib.error, EOFError, zipfile.BadZipFile, tarfile.TarError) as error:
         # unpackers and pyarrow raise an OSError without errno for a damaged file
         if isinstance(error, OSError) and (error.errno is not None or not packing):
             raise DataError(f"{file}: cannot be read: {error.strerror or first_line(error)}") from error
@@ -161,10 +163,10 @@ def count_rows(file: DataFile) -> int | None:
         raise DataError(f"{file}: not readable as parquet: {first_line(error)}") from error
 
 
-def total_rows(files: Iterable[DataFile]) -> int | None:
-    """Return the rows of all files if each has their number in its footer, else None; asks for many footers at once."""
+def total_rows(files: Iterable[DataFile], count: Callable[[DataFile], int | None] = count_rows) -> int | None:
+    """Return the rows of all files if `count` knows those of each, else None; asks for many footers at once."""
     with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
-        counts = list(pool.map(count_rows, files))
+        counts = list(pool.map(count, files))
     return None if None in counts else sum(count or 0 for count in counts)
 
 
@@ -203,7 +205,7 @@ def _decoded(raw: bytes, path: DataFile, line: int, line_start: int) -> str:
 
 
 def _lines(path: DataFile, file: BinaryIO, bad_row: BadRow) -> Iterator[tuple[int, str]]:
-    """Yield line numbers from 1 and lines with their ends. Only a newline ends a line: U+2028 and the like are text."""
+    """Yield line numbers from 1 and lines. Only a newline ends a line: U+2028 and the like are text."""
     line_start = 0
     for number, raw in enumerate(iter(lambda: file.readline(MAX_ROW_BYTES + 1), b""), start=1):
         try:
@@ -228,17 +230,7 @@ def _whole_text(path: DataFile, file: BinaryIO, max_bytes: int) -> str:
     return _decoded(raw, path, 1, 0)
 
 
-def _rows_of(path: DataFile, values: Iterable[tuple[int, Any]], bad_row: BadRow) -> Iterator[RawRow]:
-    """Yield a row for each object; `values` are row numbers and JSON values."""
-    for number, value in values:
-        try:
-            yield RawRow(Origin(str(path), number), _object(Origin(str(path), number), value))
-        except DataError as error:
-            bad_row(error)
-
-
 def _rows_of_lines(path: DataFile, lines: Iterable[tuple[int, str]]) -> Iterator[RawRow]:
-    """Yield a row for each line of JSON Lines that is not blank."""
     name = str(path)
     for number, line in lines:
         if line.strip(" \t\r\n"):
@@ -281,7 +273,12 @@ def _listed(path: DataFile, value: Any, bad_row: BadRow) -> Iterator[RawRow]:
     if not isinstance(value, list):
         got = f"an object with keys {', '.join(value)}" if isinstance(value, dict) else type(value).__name__
         raise DataError(f'{path}: expected a list of rows or {{"data": [rows]}}, found {got}')
-    return _rows_of(path, enumerate(value, start=1), bad_row)
+    for number, row in enumerate(value, start=1):
+        origin = Origin(str(path), number)
+        try:
+            yield RawRow(origin, _object(origin, row))
+        except DataError as error:
+            bad_row(error)
 
 
 def _read_csv(path: DataFile, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRow]:
@@ -336,16 +333,15 @@ def _read_table(path: DataFile, file: BinaryIO, bad_row: BadRow) -> Iterator[Raw
 
     kind = (row_type(path) or "").removeprefix(".")
     try:
+        has_footer = kind != "parquet" and file.read(6) == b"ARROW1"
+        file.seek(0)
         if kind == "parquet":
             batches = parquet.ParquetFile(file).iter_batches(batch_size=1024)
+        elif has_footer:
+            footed = ipc.open_file(file)
+            batches = (footed.get_batch(i) for i in range(footed.num_record_batches))
         else:
-            has_footer = file.read(6) == b"ARROW1"
-            file.seek(0)
-            if has_footer:
-                footed = ipc.open_file(file)
-                batches = (footed.get_batch(i) for i in range(footed.num_record_batches))
-            else:
-                batches = ipc.open_stream(file)
+            batches = ipc.open_stream(file)
         yield from table_rows(str(path), batches)
     except ArrowException as error:
         raise DataError(f"{path}: not readable as {kind}: {first_line(error)}") from error
@@ -384,10 +380,9 @@ def _classes(features: Any) -> dict[str, list[str]]:
 
 
 def _class_name(value: Any, names: Sequence[str]) -> Any:
-    """Return the name of a class; -1 stands for none."""
     if not isinstance(value, int) or not -1 <= value < len(names):
         return value
-    return names[value] if value >= 0 else None
+    return [*names, None][value]  # -1 stands for none
 
 
 def _without_nulls(value: Any) -> Any:

@@ -145,7 +145,6 @@ class _Reader(AbstractBufferedFile):  # type: ignore[misc]  # fsspec is untyped
         return data
 
     def _part(self, start: int, end: int) -> bytes:
-        """Return some bytes from `start` on."""
         file, how = self._file, {"block_size": _BLOCK_BYTES, "cache_type": "none", "size": self.size}
         try:
             opened = Path(file.copies[0].name).open if file.copies else partial(file.files.open, file.stat.path, **how)
@@ -173,9 +172,8 @@ def find_remote(source: SourceConfig, log: Log) -> dict[RemoteFile, PurePosixPat
         raise DataError(f"{shown}: over {_MAX_FILES:,} files; give a smaller folder, or a pattern")
     before = "" if scheme.startswith("http") else f"{scheme}://"
     files = [RemoteFile(before + stat.path, stat, store, log) for stat in sorted(stats, key=lambda stat: stat.path)]
-    size = sum(file.stat.size or 0 for file in files)
     kinds = ", ".join(sorted({file.stat.kind or "a hash of its content" for file in files}))
-    log(f"{shown}: {len(files)} file{'s' if files[1:] else ''}, {size / 1e6:,.1f} MB, known by {kinds}")
+    log(f"{shown}: {_size_of(files)}, known by {kinds}")
     return {file: PurePosixPath(file.stat.path.removeprefix(top) if top else file.name) for file in files}
 
 
@@ -282,9 +280,13 @@ def _hub_files(stats: Iterable[Stat], log: Log) -> list[RemoteFile]:
 
 def _of_files(source: SourceConfig, name: str, facts: Mapping[str, Any], log: Log) -> HubSet:
     files = _hub_files([Stat(**stat) for stat in facts["files"]], log)
-    size, many = sum(file.stat.size or 0 for file in files), "s" if files[1:] else ""
-    log(f"{name}: commit {facts['commit']}, {len(files)} file{many}, {size / 1e6:,.1f} MB, read while they are needed")
+    log(f"{name}: commit {facts['commit']}, {_size_of(files)}, read while they are needed")
     return HubSet(name, f"hf://datasets/{source.path}@{facts['commit']}", files, facts["num_rows"])
+
+
+def _size_of(files: Sequence[RemoteFile]) -> str:
+    size_bytes = sum(file.stat.size or 0 for file in files)
+    return f"{len(files)} file{'s' if files[1:] else ''}, {size_bytes / 1e6:,.1f} MB"
 
 
 def _addresses(builder: Any, split: str, name: str, path: str) -> list[str]:

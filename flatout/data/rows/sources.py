@@ -84,10 +84,9 @@ class RowSource:
         if self.num_rows is not None or not self.is_local:
             return self.num_rows
         try:
-            counts = [most_rows(Path(path)) for path in self.files]
+            return total_rows(map(Path, self.files), most_rows)
         except DataError:  # the reader says what is wrong with it
             return None
-        return None if None in counts else sum(count or 0 for count in counts)
 
     def notes(self) -> Iterator[str]:
         """Yield what a user should know of what was not read, one sentence each."""
@@ -198,12 +197,12 @@ class Found:
 def _found(shown: str, files: Mapping[Any, PurePath]) -> Found:
     """Return the files of a folder or an address. Raises DataError if none of them has rows."""
     holds = {file: holds_rows(file.name) for file in files}
-    found = Found(
+    listing = Found(
         {file: files[file] for file in files if holds[file]}, [str(one) for one in files if holds[one] is False]
     )
-    if not found.files:
+    if not listing.files:
         raise DataError(f"{shown}: no data files in this folder; known types: {_TYPES}")
-    return found
+    return listing
 
 
 class Unread:
@@ -360,10 +359,10 @@ def _open_hub(source: SourceConfig, log: Callable[[str], None]) -> RowSource:
     from flatout.data.rows.remote import find_hub_set  # lazy, as are its libraries
 
     hub_set = find_hub_set(source, log)
-    known = {"num_rows": hub_set.num_rows, "address": hub_set.address}
     if hub_set.loaded is None:
-        unread = Unread(redacted(source.path), source.unread_files)
-        return _opened(hub_set.name, hub_set.files, unread, files=_digests(hub_set.files), **known)
+        unread, files = Unread(redacted(source.path), source.unread_files), _digests(hub_set.files)
+        known = {"files": files, "num_rows": hub_set.num_rows, "address": hub_set.address}
+        return _opened(hub_set.name, hub_set.files, unread, **known)
     cached = enumerate(Path(file["filename"]) for file in hub_set.loaded.cache_files)
     digests = {f"{hub_set.name}/{number}": _digest(path) for number, path in cached}
 
@@ -372,4 +371,4 @@ def _open_hub(source: SourceConfig, log: Callable[[str], None]) -> RowSource:
         tables = hub_set.loaded.with_format("arrow").iter(batch_size=1024)
         return table_rows(hub_set.name, tables, hub_set.loaded.features.to_dict())
 
-    return RowSource(hub_set.name, digests, read=read, **known)
+    return RowSource(hub_set.name, digests, hub_set.num_rows, read, address=hub_set.address)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from flatout.api.data import read_rows
 from flatout.cli.main import main
 from flatout.config.own_code import OwnCode
 from flatout.config.schema import Config, DataConfig, ModelConfig, SourceConfig
@@ -157,6 +158,12 @@ def test_a_generator_gets_all_rows_and_what_it_leaves_out_is_counted():
     assert notes == ["own.py:rows left out 1 rows: 1 without a question"]
 
 
+def test_the_rows_of_a_file_are_those_that_its_converter_makes() -> None:
+    write(RIDDLES)
+    Path("own.py").write_text("def rows(row):\n    return {'text': row['riddle']}\n")
+    assert list(read_rows("rows.jsonl", format="own.py:rows")) == [{"text": row["riddle"]} for row in RIDDLES]
+
+
 def test_a_changed_converter_builds_again_and_a_moved_one_does_not(small_tokenizer_dir):
     write(RIDDLES)
     Path("own.py").write_text("def rows(row):\n    return {'text': row['riddle']}\n")
@@ -169,6 +176,19 @@ def test_a_changed_converter_builds_again_and_a_moved_one_does_not(small_tokeniz
     )
     assert (changed := build(small_tokenizer_dir, "own.py:rows").meta.fingerprint) != first
     assert build(small_tokenizer_dir, "own.py:others").meta.fingerprint != changed
+
+
+def test_what_a_converter_imports_from_its_folder_is_hashed_too() -> None:
+    write(RIDDLES)
+    Path("parts").mkdir()
+    Path("parts/words.py").write_text("import marks\n")
+    Path("marks.py").write_text("END = '?'\n")
+    Path("own.py").write_text("import json\nfrom parts import words\n\n\ndef rows(row):\n    return row\n")
+    config = SourceConfig.model_validate({"path": "rows.jsonl", "format": "own.py:rows"})
+    first = converted(open_source(config), config).files
+    assert list(first) == ["rows.jsonl", "own.py", "parts/words.py", "marks.py"]
+    Path("marks.py").write_text("END = '!'\n")
+    assert converted(open_source(config), config).files["marks.py"] != first["marks.py"]
 
 
 @pytest.mark.parametrize("body", ["return {'text': 'a'}", "yield from ((each, {'text': 'a'}) for each in row)"])

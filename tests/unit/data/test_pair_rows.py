@@ -221,7 +221,7 @@ WRONG: list[tuple[Row, str]] = [
     ({"rejected": None}, "rejected is missing; every answer needs its text"),
     ({"rejected": ""}, "rejected is empty; every answer needs its text"),
     ({"rejected": " \n"}, "rejected is empty; every answer needs its text"),
-    ({"chosen": 7}, r"chosen is a number \(7\), not a list"),
+    ({"chosen": 7}, r"chosen is a number \(7\); expected a text, a turn, or a list of turns"),
     ({"rejected": Q}, "rejected is a list, but a string at"),
     ({"chosen": [*Q, *G], "rejected": G}, "chosen and rejected differ in form: only one begins with the prompt"),
     ({"rejected": "no", "margin": 1}, "has a column 'margin', but .* has none"),

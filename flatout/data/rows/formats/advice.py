@@ -172,7 +172,6 @@ def alpaca_columns(row: Mapping[str, Any]) -> tuple[dict[str, str], str] | None:
     used = list[str]()
 
     def take(names: Iterable[str]) -> str | None:
-        """Return the first of these columns that is there and was not taken."""
         present = (own for name in names for own in texts if own.lower() == name and own not in used)
         used.extend(taken := [*islice(present, 1)])
         return taken[0] if taken else None
@@ -248,8 +247,8 @@ def _as_other_pair(row: Row, works: Works) -> DataError | None:
 
 
 def _as_alpaca(row: Row, works: Works) -> DataError | None:
-    found = alpaca_columns(row.columns)
-    return unreadable(row, _UNKNOWN, *found) if found and works(found[0]) else None
+    alpaca = alpaca_columns(row.columns)
+    return unreadable(row, _UNKNOWN, *alpaca) if alpaca and works(alpaca[0]) else None
 
 
 def _as_null(row: Row) -> DataError | None:

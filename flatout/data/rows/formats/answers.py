@@ -270,13 +270,10 @@ def _joined(asked: TurnReader, answer: TurnReader) -> TurnReader:
 
 
 def _check_prompt(asked: TurnReader | None, whole: TurnReader, place: str) -> None:
-    """Raise FieldError for a prompt that a whole conversation does not hold."""
     said = {message.content.strip() for message in whole.messages}
     for message, name in zip(asked.messages, asked.places, strict=True) if asked else ():
         if message.content.strip() not in said:
-            raise FieldError(
-                f"{name} is not among the messages of {place}, which begins with a prompt of its own; remove one"
-            )
+            raise FieldError(f"{name} is not among the messages of {place}, which begins with a prompt of its own")
 
 
 def _after_question(turns: TurnReader) -> int:
@@ -298,18 +295,13 @@ def _check_answer(turns: TurnReader, num_common: int) -> None:
     place, answer = turns.places[min(num_common, len(turns.places) - 1)], turns.messages[num_common:]
     prompted = next((name for name, m in zip(turns.places, turns.messages[:num_common], strict=False) if m.train), None)
     if prompted is not None:
-        raise FieldError(
-            f"{prompted} asks for loss in the prompt, but only answers carry loss; remove that key, or set keys"
-        )
+        raise FieldError(f"{prompted} asks for loss in the prompt, but only answers carry loss; remove that key")
     if not num_common:
         raise FieldError(f"{place}: the answers have no first message in common, so they have no prompt")
     if not answer:
         raise FieldError(f"{place} is the last turn, so there is no answer after the prompt")
     if answer[0].role != "assistant":
-        raise FieldError(
-            f"{place} ({answer[0].role}) is where the answers part, so they follow different prompts; an answer begins "
-            "with an assistant turn"
-        )
+        raise FieldError(f"{place} ({answer[0].role}) is where the answers part, so they follow different prompts")
     if all(is_empty(message) for message in answer if message.role == "assistant"):
         raise FieldError(f"{place} is empty; every answer needs its text")
 
@@ -328,9 +320,7 @@ def _margin(row: Row) -> dict[str, tuple[float]]:
     margin = numbers[0] - sum(numbers[1:])
     if margin < 0:
         said = " and ".join(f"{name} {number:g}" for name, number in zip(["is", *names[1:]], numbers, strict=True))
-        raise FieldError(
-            f"{names[0]} {said}, so the rejected answer is the better one; exchange the two, or remove the row"
-        )
+        raise FieldError(f"{names[0]} {said}, so the rejected answer is the better one; exchange the two")
     return {MARGIN: (margin,)}
 
 

@@ -138,9 +138,7 @@ def check_answers(messages: Sequence[Message], places: Sequence[str]) -> None:
             continue
         if caller is None or caller.role != "assistant":
             after = "at the start" if caller is None else f"after a {caller.role} turn"
-            raise FieldError(
-                f"{place} is a tool result without a call ({after}); an assistant turn with tool_calls must come first"
-            )
+            raise FieldError(f"{place} is a tool result without a call ({after}); add the assistant turn that calls it")
         call_id, ids = message.tool_call_id, [call.call_id for call in caller.tool_calls]
         if call_id not in (None, *ids) and None not in ids:
             calls = ", ".join(map(repr, ids)) or "none"
@@ -228,17 +226,13 @@ def silent_spans(ranges: Sequence[tuple[Span, bool]], text: str, place: str) -> 
     end, ranges = 0, sorted(ranges)
     for (first, after), _ in ranges:
         if first < end or after <= first:
-            raise FieldError(
-                f"{place}: the range {first} to {after - 1} is empty or overlaps another; correct the offsets"
-            )
+            raise FieldError(f"{place}: the range {first} to {after - 1} is empty or overlaps another; correct it")
         if after > len(text):
-            raise FieldError(
-                f"{place}: end_offset {after - 1} is beyond the text, whose last character has offset {len(text) - 1} "
-                "(end_offset is included)"
-            )
+            last = f"whose last character has offset {len(text) - 1}"
+            raise FieldError(f"{place}: end_offset {after - 1} is beyond the text, {last} (end_offset is included)")
         end = after
-    borders = [0, *chain(*(span for span, is_trained in ranges if is_trained)), len(text)]
-    return tuple(span for span in zip(borders[::2], borders[1::2], strict=True) if span[0] < span[1])
+    edges = [0, *chain(*(span for span, is_trained in ranges if is_trained)), len(text)]
+    return tuple(span for span in zip(edges[::2], edges[1::2], strict=True) if span[0] < span[1])
 
 
 @dataclass(slots=True)
@@ -310,9 +304,7 @@ def _name_of(part: object, place: str) -> str:
     if (name := _NAMES.get(str(part_type))) is None:
         if media := media_kind(str(part_type).removeprefix("input_")):
             raise FieldError(media_error(f"{place} ({part_type})", media))
-        raise FieldError(
-            f"{place}.type {part_type!r} cannot be trained on; only text, image, reasoning and tool_call parts can"
-        )
+        raise FieldError(f"{place}.type {part_type!r} cannot be trained on; text, image, reasoning and tool_call can")
     return name
 
 

@@ -61,11 +61,6 @@ CHAT_OPTIONAL = ("tools", "functions", "system", "chat_template_kwargs", *PICTUR
 """Columns that every format of turns reads, if they are there."""
 
 
-def chat_column(row: Row) -> str | None:
-    """Return the user's name of the row's column of turns, None if it has none."""
-    return next((row.name(name) for name in CHAT_COLUMNS if row.get(name) is not None), None)
-
-
 def turns_at(value: object, place: str) -> list[Any]:
     """Return a list of turns, also from JSON text, or from an object of equally long lists (`datasets` has these)."""
     value = unpacked(value, place)
@@ -76,14 +71,9 @@ def turns_at(value: object, place: str) -> list[Any]:
     lengths = {key: len(items) for key, items in value.items()}
     if len(set(lengths.values())) > 1:
         lengths_text = ", ".join(f"{key} {length}" for key, length in lengths.items())
-        raise FieldError(
-            f"{place} is an object of lists of different lengths ({lengths_text}); each turn needs one of each"
-        )
-    columns = value.items()
-    return [
-        {key: items[index] for key, items in columns if items[index] is not None}
-        for index in range(next(iter(lengths.values())))
-    ]
+        raise FieldError(f"{place} is an object of lists of different lengths ({lengths_text}); give each turn one")
+    places = range(next(iter(lengths.values())))
+    return [{key: items[place] for key, items in value.items() if items[place] is not None} for place in places]
 
 
 _SPEAKERS = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):[ \t]*")
@@ -112,7 +102,7 @@ def parse_chat(row: Row, *, role: str, content: str) -> Conversation:
     OpenAI and Anthropic messages have the keys role and content (and tool_calls, ...), ShareGPT has from and value.
     """
     turns = TurnReader(row.options, (row.name(role), row.name(content)))
-    column = chat_column(row) or row.name(CHAT_COLUMNS[0])
+    column = row.named(CHAT_COLUMNS)
     turns.read(row.columns.get(column), column)
     # a column with the last answer is only used if the user named it
     answer = row.get("completion") if "completion" in row.options.columns else None
@@ -167,9 +157,8 @@ def parse_prompt_completion(row: Row) -> Conversation | PlainText:
             raise FieldError(f"has pictures, but {prompt} is a text without turns to show them; give lists of messages")
         return PlainText(text_at(answered, completion), row.origin, prompt=text_at(asked, prompt))
     if not isinstance(asked, list | dict) or not isinstance(answered, list | dict):
-        raise FieldError(
-            f"{prompt} is {kind(asked)} and {completion} is {kind(answered)}; give two strings or two lists of messages"
-        )
+        forms = f"{prompt} is {kind(asked)} and {completion} is {kind(answered)}"
+        raise FieldError(f"{forms}; give two strings or two lists of messages")
     turns = TurnReader(row.options, (row.name("role"), row.name("content")))
     turns.read(asked, prompt)
     turns.messages = [replace(turn, train=False) if turn.train is None else turn for turn in turns.messages]
@@ -194,9 +183,12 @@ def finished(turns: TurnReader, row: Row) -> Conversation:
         remarks["sorted_results"] = None
     placed = with_pictures(ordered, row)
     has_system = any(message.role == "system" for message in messages)
-    prompt = _system_text(row.get("system"), row.name("system")) or None
+    prompt, column = row.get("system"), row.name("system")
+    if isinstance(prompt, list) and prompt:  # Anthropic's parts
+        prompt = read_parts(prompt, column, "system", SourceOptions(), {}).text
+    prompt = optional_text(prompt or None, column)
     if prompt is not None and has_system:
-        raise FieldError(f"{row.name('system')} is given, but the conversation also has a system turn; keep one")
+        raise FieldError(f"{column} is given, but the conversation also has a system turn; keep one")
     if prompt is None and not has_system:
         prompt = row.options.system
     completed = [] if prompt is None else [Message("system", prompt)]
@@ -215,19 +207,13 @@ def _template_args(row: Row) -> dict[str, Any]:
     return given
 
 
-def _system_text(value: object, place: str) -> str | None:
-    """Return a system prompt: a text, or Anthropic's list of text parts."""
-    if not isinstance(value, list):
-        return optional_text(value, place)
-    return read_parts(value, place, "system", SourceOptions(), {}).text if value else None
-
-
 class TurnReader:
     """Reads the turns of one row, whose role and content have these `keys`, or those of the first turn."""
 
     def __init__(self, options: SourceOptions, keys: tuple[str, str] | None = None) -> None:
         self.options, self._keys = options, keys
         self._role, self._content = keys or ("role", "content")
+        self._read: set[str] = set()
         self.messages: list[Message] = []
         self.places: list[str] = []
         """Where each message stands in the row."""
@@ -248,10 +234,12 @@ class TurnReader:
         if isinstance(value, str) and value and (role or spoken_turns(value)):
             self._read_text(text_at(value, place), place, role or "user")
             return
+        if role and value is not None and not isinstance(value, list | dict | str):
+            raise FieldError(f"{place} is {kind(value)}; expected a text, a turn, or a list of turns")
         is_turn = role and isinstance(value, dict) and not all(isinstance(item, list) for item in value.values())
-        turns = []
-        if value not in (None, "", []):
-            turns = [value] if is_turn and not holds_messages(value) else turns_at(value, place)
+        turns: list[Any] = [value] if is_turn and not holds_messages(value) else []
+        if not turns and value not in ("", [], None if role else ""):
+            turns = turns_at(value, place)
         if not turns:
             needs = "every answer needs its text" if role else "a conversation needs at least one turn"
             raise FieldError(f"{place} is {'missing' if value is None else 'empty'}; {needs}")
@@ -259,6 +247,7 @@ class TurnReader:
             name = self.options.name
             is_from = name("from") in turns[0] and name("role") not in turns[0]
             self._role, self._content = map(name, ("from", "value") if is_from else ("role", "content"))
+        self._read = {self._role, self._content, *TURN_KEYS}
         for index, turn in enumerate(turns):
             self._turn(turn, f"{place}[{index}]")
 
@@ -313,12 +302,10 @@ class TurnReader:
         if len(turn) > 2 or content.silent:
             name = optional_text(turn.get("name"), f"{place}.name")
             call_id = _same_in_all(turn, _CALL_ID, place)
-            train, ranges = turn_flags(turn, place, self.options, {self._role, self._content, *TURN_KEYS}, self.remarks)
+            train, ranges = turn_flags(turn, place, self.options, self._read, self.remarks)
         if ranges is not None:
             if content.silent or not isinstance(turn.get(self._content), str):
-                raise FieldError(
-                    f"{place} has ranges with loss, but its {self._content} is not one text; keep one form"
-                )
+                raise FieldError(f"{place} has ranges with loss, but its {self._content} is no text; keep one form")
             if ranges and train is not False:
                 train = any(trained for _, trained in ranges)
                 content.silent = silent_spans(ranges, content.text, place) if train else ()

@@ -22,10 +22,9 @@ class FieldError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
-    """How to read the rows of a source."""
+    """How to read the rows of a source: its settings, and what is known of all sources."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
-    """The settings of the source, as `roles`, `system`, `keys` and `pairs` are."""
     roles: Mapping[str, str] = field(default_factory=dict)
     system: str | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -113,11 +112,9 @@ def text_at(value: object, place: str) -> str:
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
-        code = ord(value[error.start])
-        raise FieldError(
-            f"{place} contains the lone surrogate U+{code:04X} at character {error.start + 1}; "
-            f"half a character was lost when the data was written"
-        ) from None
+        code, at = ord(value[error.start]), error.start + 1
+        lost = "half a character was lost when the data was written"
+        raise FieldError(f"{place} contains the lone surrogate U+{code:04X} at character {at}; {lost}") from None
     return value
 
 
@@ -156,7 +153,7 @@ def object_at(value: object, place: str) -> dict[str, Any]:
 
 
 def unpacked(value: object, place: str) -> object:
-    """Return the value of a JSON text; any other value is returned unchanged."""
+    """Return the value of a JSON text; any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:

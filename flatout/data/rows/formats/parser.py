@@ -22,7 +22,7 @@ from flatout.data.rows.formats.advice import (
     unreadable,
 )
 from flatout.data.rows.formats.answers import CLASSIFY, JUDGED, MARGIN, PREFERENCES, is_choice, is_ranked
-from flatout.data.rows.formats.conversations import ROLE_TARGETS, TURN_KEYS, chat_column, turns_at
+from flatout.data.rows.formats.conversations import CHAT_COLUMNS, ROLE_TARGETS, TURN_KEYS, turns_at
 from flatout.data.rows.formats.fields import FieldError, Row, SourceOptions, advised, kind, unpacked
 from flatout.data.rows.formats.pictures import PICTURED_FORMATS, is_picture_column, pictures_of
 from flatout.data.rows.formats.rules import ALL_COLUMNS, RULES
@@ -198,10 +198,10 @@ def _known(row: Row) -> str | None:
 
 
 def _is_sharegpt(row: Row) -> bool:
-    column = chat_column(row)
+    column = row.named(CHAT_COLUMNS)
     first = None
     with suppress(FieldError):
-        turns = turns_at(row.columns.get(column or ""), "")
+        turns = turns_at(row.columns.get(column), "")
         first = unpacked(turns[0], "") if turns else None
     if not isinstance(first, dict):  # the turns show nothing, so the column's usual name decides
         return column != row.name("messages")

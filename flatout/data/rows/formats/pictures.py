@@ -42,9 +42,7 @@ def media_kind(name: str) -> str | None:
 
 def media_error(place: str, media: str) -> str:
     """Return why a row with media is refused."""
-    return (
-        f"{place} holds {media}s, which cannot be trained on yet, so its words would lose their meaning; remove the row"
-    )
+    return f"{place} holds {media}s, which cannot be trained on yet, so words would lose their meaning; remove the row"
 
 
 def holds_something(value: object) -> bool:
@@ -110,9 +108,7 @@ def with_pictures(messages: Sequence[Message], row: Row) -> Sequence[Message]:
     num_places = num_waiting or num_marks
     if num_places not in (0, len(given)):
         what = "picture parts without a picture" if num_waiting else MARK
-        raise FieldError(
-            f"{column} has {len(given)} pictures, but the turns have {num_places} {what}; give one for each"
-        )
+        raise FieldError(f"{column} has {len(given)} pictures, but the turns have {num_places} {what}; give one each")
     if num_places:
         pictures = iter(given)
         return [_filled(message, pictures, column) for message in messages]
@@ -130,9 +126,7 @@ def _filled(message: Message, pictures: Iterator[PictureSource], column: str) ->
         if message.role == "assistant":
             raise FieldError(f"an assistant turn holds {MARK} of {column}, but a model writes no pictures; remove it")
         if message.silent or message.pictures:
-            raise FieldError(
-                f"a turn with ranges of loss or with parts holds {MARK} of {column}; give its pictures as parts"
-            )
+            raise FieldError(f"a turn with ranges or parts holds {MARK} of {column}; give its pictures as parts")
         shown = tuple(islice(pictures, num_marks))
         return replace(message, content=message.content.replace(MARK, PICTURE), pictures=shown)
     if WAITING not in message.pictures:
@@ -153,6 +147,5 @@ def pictures_of(row: Row) -> tuple[str, list[PictureSource]]:
 
 
 def _picture_columns(row: Row) -> list[str]:
-    """Return the user's names of the columns that may hold pictures, each once."""
     names = [*map(row.name, PICTURE_COLUMNS), *filter(is_picture_column, row.columns)]
     return [name for name in dict.fromkeys(names) if name not in row.options.keys]

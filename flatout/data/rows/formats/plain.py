@@ -54,28 +54,30 @@ def parse_tokens(row: Row) -> TokenRow:
     token_ids = tuple(check_token_id(value, f"{column}[{index}]") for index, value in enumerate(values))
     if not token_ids:
         raise FieldError(f"{column} is empty; there is nothing to learn")
-    num_tokens = len(token_ids)
-    attention = row.name("attention_mask")
-    if row.get("attention_mask") is not None:
-        seen = _column(row, attention, column, num_tokens, flag_at)
-        if not all(seen):
-            raise FieldError(f"{attention}[{seen.index(False)}] is 0: the row is padded; remove the padding")
-    labels = row.name("labels")
+
+    def beside(name: str, check: Callable[[object, str], T]) -> list[T]:
+        """Return the values of a column, one for each token."""
+        values = list_at(row.columns[name], name)
+        if len(values) != len(token_ids):
+            lengths = f"{name} has {len(values)} values, but {column} has {len(token_ids)}"
+            raise FieldError(f"{lengths}; the lengths must match")
+        return [check(value, f"{name}[{index}]") for index, value in enumerate(values)]
+
+    attention, labels = row.name("attention_mask"), row.name("labels")
+    if row.get("attention_mask") is not None and not all(seen := beside(attention, flag_at)):
+        raise FieldError(f"{attention}[{seen.index(False)}] is 0: the row is padded; remove the padding")
     masks = [row.name(name) for name in (*_MASK_COLUMNS, "labels") if row.get(name) is not None]
     if len(masks) > 1 and set(masks) != set(map(row.name, _TRL_MASKS)):
         raise FieldError(f"{' and '.join(masks)} both set which tokens carry loss; keep one")
-    if not masks:
-        return TokenRow(token_ids, (True,) * num_tokens, row.origin)
     if masks == [labels]:
-        wanted = _column(row, labels, column, num_tokens, _label_at)
-        for index, (label, token_id) in enumerate(zip(wanted, token_ids, strict=True)):
+        flags = [list[bool]()]
+        for index, (label, token_id) in enumerate(zip(beside(labels, _label_at), token_ids, strict=True)):
             if label not in (_IGNORED_LABEL, token_id):
-                raise FieldError(
-                    f"{labels}[{index}] is {label}, but {column}[{index}] is {token_id}; "
-                    f"a label is -100 or the token at the same index (not shifted)"
-                )
-        return TokenRow(token_ids, tuple(label != _IGNORED_LABEL for label in wanted), row.origin)
-    flags = [_column(row, mask, column, num_tokens, flag_at) for mask in masks]
+                said = f"{labels}[{index}] is {label}, but {column}[{index}] is {token_id}"
+                raise FieldError(f"{said}; a label is -100 or the token at the same index (not shifted)")
+            flags[0].append(label != _IGNORED_LABEL)
+    else:
+        flags = [beside(mask, flag_at) for mask in masks] or [[True] * len(token_ids)]
     return TokenRow(token_ids, tuple(map(all, zip(*flags, strict=True))), row.origin)
 
 
@@ -90,10 +92,3 @@ def check_token_id(value: object, place: str) -> int:
 
 def _label_at(value: object, place: str) -> int:
     return _IGNORED_LABEL if value == _IGNORED_LABEL else check_token_id(value, place)
-
-
-def _column(row: Row, name: str, ids_name: str, num_tokens: int, check: Callable[[object, str], T]) -> list[T]:
-    values = list_at(row.columns[name], name)
-    if len(values) != num_tokens:
-        raise FieldError(f"{name} has {len(values)} values, but {ids_name} has {num_tokens}; the lengths must match")
-    return [check(value, f"{name}[{index}]") for index, value in enumerate(values)]

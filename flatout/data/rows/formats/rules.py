@@ -42,8 +42,7 @@ class FormatRule:
 
     def missing(self, row: Row) -> list[str]:
         """Return the user's names of required columns that are absent from the row (null counts as present)."""
-        groups = [[row.name(column) for column in group] for group in self.required]
-        return [names[0] for names in groups if not any(name in row.columns for name in names)]
+        return [row.name(group[0]) for group in self.required if row.columns.keys().isdisjoint(map(row.name, group))]
 
     def used(self, row: Row) -> list[str]:
         """Return the user's name of one column per group, preferably one that is not null."""
@@ -65,7 +64,7 @@ def _looks_like_gemini(row: Row) -> bool:
 
 def _looks_like_glaive(row: Row) -> bool:
     chat = row.get("chat")
-    return isinstance(chat, str) and all(f"{name}:" in chat for name in ("USER", "ASSISTANT"))
+    return isinstance(chat, str) and "USER:" in chat and "ASSISTANT:" in chat
 
 
 def _holds_replies(row: Row) -> bool:
@@ -75,11 +74,9 @@ def _holds_replies(row: Row) -> bool:
 
 def _uses_of_tokens(row: Row) -> Uses:
     """Return the masks of tokens: if only some rows had one, the others would train on everything."""
-    masks = {row.name(column): row.get(column) is not None for column in plain.TOKEN_COLUMNS}
-    return Uses(
-        needed=tuple(name for name, is_there in masks.items() if is_there),
-        absent=tuple(name for name, is_there in masks.items() if not is_there),
-    )
+    there = [column for column in plain.TOKEN_COLUMNS if row.get(column) is not None]
+    absent = [column for column in plain.TOKEN_COLUMNS if column not in there]
+    return Uses(needed=tuple(map(row.name, there)), absent=tuple(map(row.name, absent)))
 
 
 _TURNS = ("role", "content", "from", "value")

@@ -18,22 +18,16 @@ _BAD = {
     "disliked", "dislike", "down", "thumbs_down", "thumbsdown", "downvote", "\N{THUMBS DOWN SIGN}",
 }  # fmt: skip
 _NUMBERS = {"0", "1", "yes", "no"}
-# column, also with `is_` before it -> whether its true means a good answer, and whether a number there is a verdict
-_VERDICTS = {
-    **dict.fromkeys(
-        ("accepted", "approved", "liked", "upvoted", "desirable", "chosen", "preferred", "thumbs_up", "thumbsup"),
-        (True, True),
-    ),
-    **dict.fromkeys(
-        ("rejected", "disliked", "downvoted", "undesirable", "thumbs_down", "thumbsdown", "bad"), (False, True)
-    ),
-    # a 0 or 1 of these may count something
-    **dict.fromkeys(
-        ("good", "correct", "verdict", "judgement", "judgment", "quality", "feedback", "thumbs", "thumb", "vote"),
-        (True, False),
-    ),
-    **dict.fromkeys(("incorrect", "wrong"), (False, False)),
-}
+# columns, also with `is_` before them, whose true or 1 means a good answer, and those where it means a bad one
+_GOOD_COLUMNS = {
+    "accepted", "approved", "liked", "upvoted", "desirable", "chosen", "preferred", "thumbs_up", "thumbsup",
+}  # fmt: skip
+_BAD_COLUMNS = {"rejected", "disliked", "downvoted", "undesirable", "thumbs_down", "thumbsdown", "bad"}
+# those in which a 0 or 1 may count something
+_GOOD_WORDS = {
+    "good", "correct", "verdict", "judgement", "judgment", "quality", "feedback", "thumbs", "thumb", "vote",
+}  # fmt: skip
+_BAD_WORDS = {"incorrect", "wrong"}
 _ANSWER = re.compile(
     r"(response|answer|completion|output|candidate|reply|generation|human_ref)s?([_-]?)([a-h]|\d)", re.IGNORECASE
 )
@@ -55,8 +49,10 @@ def _meaning(name: str) -> tuple[bool, bool] | None:
     word = _normalized(name)
     if word in ("label", "kto_tag"):
         return True, True
-    true_is_good, takes_numbers = _VERDICTS.get(word.removeprefix("is_"), (None, False))
-    return None if true_is_good is None else (true_is_good, takes_numbers or word.startswith("is_"))
+    name = word.removeprefix("is_")
+    if name not in _GOOD_COLUMNS | _BAD_COLUMNS | _GOOD_WORDS | _BAD_WORDS:
+        return None
+    return name in _GOOD_COLUMNS | _GOOD_WORDS, name in _GOOD_COLUMNS | _BAD_COLUMNS or word.startswith("is_")
 
 
 def says_good(value: object, name: str) -> bool | None:
