@@ -74,7 +74,7 @@ class StrategyTraits:
 
 STRATEGIES: Mapping[str, StrategyTraits] = MappingProxyType(
     {
-        "single": StrategyTraits("single.Single", shards_state=False),
+        "single": StrategyTraits("protocol.Single", shards_state=False),
         "ddp": StrategyTraits("ddp.DDP", shards_state=False),
         "zero1": StrategyTraits("sharded.Sharded", sums_late=True),
         "zero2": StrategyTraits("sharded.Sharded"),

@@ -80,7 +80,7 @@ class ModelWithLoss(nn.Module):
         """Return the objective's sums in the order of their names; strategies find the tensors in a plain tuple.
 
         With `compute`, return what it does instead: strategies gather sharded weights only around this method.
-        `estimates` has what `Objective.estimates` names.
+        `estimates` has what `Objective.estimates` names; without it, they are 0.
         """
         try:
             return compute(self, batch) if compute else self._sums(batch, estimates)
@@ -103,7 +103,9 @@ class ModelWithLoss(nn.Module):
         else:
             inputs = LabelTokens(states, batch, TokenHead(self.model, self.tile_rows))
             inputs.keeps_losses = self.on_losses is not None and batch.num_label_tokens > 0
-        inputs.estimates = estimates
+        # layers are measured and warmed up without them
+        names = self.objective.estimates
+        inputs.estimates = estimates or {name: states.new_zeros((), dtype=torch.float64) for name in names}
         loss_sum, *others = sums_of(self.objective, inputs)
         losses = inputs.kept_losses if self.objective.scope == "token" else inputs.example_losses
         if self.on_losses and losses is not None:

@@ -61,26 +61,24 @@ def build_run(
 
     A run that starts at step 0 measures passes with `memory_check`.
     """
-    if saved is None and memory_check is not None:
-        run, why_no_graphs = assemble_measured(setup, memory_check)
-    else:
-        run, why_no_graphs = assemble_run(setup)
+    measures = memory_check if saved is None else None
+    run = assemble_run(setup) if measures is None else assemble_measured(setup, measures)
     # of the model as it stands at step 0, also in a run that resumes
     compute_reference(run, compares=saved is None)
     if saved is not None:
         restore(run, saved)
     run.reporter.phase("recording graphs")
-    run.reporter.stage("graphs", record_graphs(run, why_no_graphs))
+    run.reporter.stage("graphs", record_graphs(run))
     run.saver.reserve(saved_sizes(run.rank, run.named_parameters, run.config))
     return run
 
 
-def assemble_measured(setup: Setup, memory_check: MemoryCheck) -> tuple[TrainingRun, str | None]:
+def assemble_measured(setup: Setup, memory_check: MemoryCheck) -> TrainingRun:
     """Measure passes of `assemble_run`, and assemble again until the plan fits them; each kind is measured once."""
     device = setup.device
     while True:
         bytes_before_model = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        run, why_no_graphs = assemble_run(setup)
+        run = assemble_run(setup)
         measured, needs_replan = memory_check.check(run, bytes_before_model)
         setup = replace(setup, planned=replace(run.planned, device=measured))
         if needs_replan:
@@ -88,7 +86,7 @@ def assemble_measured(setup: Setup, memory_check: MemoryCheck) -> tuple[Training
         if setup.planned.pass_settings == run.planned.pass_settings:
             memory_check.record(measured)
             memory = replace(setup.planned.memory, recompute=run.memory.recompute)
-            return replace(run, planned=setup.planned, memory=memory), why_no_graphs
+            return replace(run, planned=setup.planned, memory=memory)
         run.close()
         del run
         if device.type == "cuda":
@@ -97,8 +95,8 @@ def assemble_measured(setup: Setup, memory_check: MemoryCheck) -> tuple[Training
         free_memory(device)
 
 
-def assemble_run(setup: Setup) -> tuple[TrainingRun, str | None]:
-    """Return the run, and why it records no CUDA graphs (None: it does).
+def assemble_run(setup: Setup) -> TrainingRun:
+    """Return the run at step 0, without CUDA graphs.
 
     Fusing LoRA moves frozen weights, so compile after it; flat adapters move, so record CUDA graphs after them.
     """
@@ -134,9 +132,10 @@ def assemble_run(setup: Setup) -> tuple[TrainingRun, str | None]:
         watch=setup.watch or PeerWatch(config.faults, reporter.event),
         rank_meter=RankMeter(device),
         aux_loss=loss.aux_loss,
+        why_no_graphs=why_no_graphs or (None if compiled.is_complete else NOT_COMPILED),
     )
     run.model.train()
-    return run, why_no_graphs or (None if compiled.is_complete else NOT_COMPILED)
+    return run
 
 
 def load_or_replan(setup: Setup) -> tuple[LoadedModel, Setup]:

@@ -143,14 +143,14 @@ def best_size_buckets(sizes: NDArray[np.int64], weights: NDArray[np.int64], most
     return bucket_sets
 
 
-def record_graphs(run: TrainingRun, why_not: str | None) -> str:
-    """Record the run's most frequent sizes, unless `why_not`; return a line for the console.
+def record_graphs(run: TrainingRun) -> str:
+    """Record the run's most frequent sizes, unless `why_no_graphs`; return a line for the console.
 
     Gradients must be allocated already. Running out of memory ends the recording: the remaining sizes run unrecorded.
     If a pass cannot be recorded at all, the run goes on without graphs.
     """
-    if why_not:
-        return f"off: {why_not}"
+    if run.why_no_graphs:
+        return f"off: {run.why_no_graphs}"
     assert run.loader.num_boundaries is not None
     places = [(parameter, parameter.grad) for parameter in run.named_parameters.values() if parameter.grad is not None]
     parameters, gradients = zip(*places, strict=True)

@@ -192,21 +192,19 @@ def lower_cap(
     if cap_tokens >= max(batch.num_padded_tokens for batch in taken):
         why = "full.update=backward takes each step in one pass" if updates else "samples stay whole"
         less = "batch.samples_per_step or " if updates else ""
-        smaller = {"base.storage": "nf4"} if run.config.method == "lora" else {"optim.name": "adamw8bit"}
+        fixes = [Fix({"recompute": "offload"})] if in_step else []
+        if run.config.method == "lora":
+            fixes.append(Fix({"base.storage": "nf4"}))
+        elif run.config.optim.path is None:
+            fixes.append(Fix({"optim.name": "adamw8bit"}))
         raise ResourceError(
             f"step {number}{'' if during == 'training' else f', {during}'}: out of GPU memory with a micro-batch of "
             f"{failed.num_padded_tokens:,} tokens, which cannot be split as {why}; lower {less}data.max_tokens",
-            [*([Fix({"recompute": "offload"})] if in_step else []), Fix(smaller)],
+            fixes,
         )
     run.state.micro_batch_cap = cap_tokens
-    facts = {
-        "step": number,
-        "during": during,
-        "rank": run.rank.index,
-        "tokens": failed.num_padded_tokens,
-        "cap_tokens": cap_tokens,
-    }
-    run.watch.event("out_of_memory", facts)
+    sizes = {"tokens": failed.num_padded_tokens, "cap_tokens": cap_tokens}
+    run.watch.event("out_of_memory", {"step": number, "during": during, "rank": run.rank.index, **sizes})
 
 
 def release_memory(run: TrainingRun) -> None:
@@ -226,10 +224,10 @@ def free_memory(device: torch.device) -> None:
 def compute_step_estimates(run: TrainingRun, step: StepPlan) -> Mapping[str, Tensor]:
     """Return what the objective estimates over a step by name, without gradients and dropout; collective.
 
-    The means are over all samples of the step, on all ranks and in all micro-batches; 0 for a run without KL pairs.
+    The means are over all samples of the step, on all ranks and in all micro-batches; empty without KL pairs.
     """
     if (kl_pairs := run.planned.kl_pairs) is None:
-        return dict.fromkeys(run.planned.objective.estimates, torch.zeros((), device=run.device))
+        return {}
     plan, loader = kl_pairs.plan, run.loader_of(kl_pairs)
     steps = [plan.step(index) for index in range(step.index, min(step.index + 2, plan.num_steps))]
     kl_step = next(iter(loader.prefetching(steps, run.data_parallel_rank)))

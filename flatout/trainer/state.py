@@ -169,6 +169,8 @@ class TrainingRun:
     watch: PeerWatch
     rank_meter: RankMeter
     aux_loss: AuxiliaryLoss
+    why_no_graphs: str | None
+    """Why the run records no CUDA graphs; None: it does."""
     progress: Progress = field(default_factory=Progress)
     state: LoopState = field(default_factory=LoopState)
     stop: StopRequest = field(default_factory=StopRequest)

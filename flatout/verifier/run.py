@@ -30,12 +30,17 @@ from flatout.trainer.passes import free_memory
 from flatout.trainer.planned_run import PlannedRun
 from flatout.trainer.state import TrainingRun
 from flatout.trainer.trainable import check_start
-from flatout.verifier.adapter_share import adapter_rows
 from flatout.verifier.compare import Comparison, Reference, measure, plan_quietly, set_up_quietly
-from flatout.verifier.plain_loop import PlainModel, change_last_bits, plain_model, plain_step, wide_dtype
-from flatout.verifier.plain_objective import objective_step
+from flatout.verifier.own_rows import adapter_rows, reference_rows, with_plain_reference
+from flatout.verifier.plain_loop import (
+    PlainModel,
+    change_last_bits,
+    objective_step,
+    plain_model,
+    plain_step,
+    wide_dtype,
+)
 from flatout.verifier.ranks import RankCase, run_rank_cases
-from flatout.verifier.reference_rows import reference_rows, with_plain_reference
 
 Exact = Literal["fp32", "fp64"]
 # rotary cosines are fp32 even in fp64 models, and their last bit depends on how many are computed at once
@@ -93,7 +98,7 @@ def verify(
         for row in _rows(config, exact, Path(work).absolute(), tolerance, device, num_ranks):
             rows.append(row)
             on_row(row)
-    notes, passed = list(_notes(config, exact, device)), all(row.verdict != "FAIL" for row in rows)
+    notes, passed = _notes(config, exact, device), all(row.verdict != "FAIL" for row in rows)
     content = {"rows": [row.to_json() for row in rows], "notes": notes, "passed": passed}
     DurableIO().write_json(config.folder / "verify.json", content)
     return rows, notes
@@ -121,26 +126,27 @@ def exact_config(config: Config, exact: Exact, folder: Path) -> Config:
     )
 
 
-def _notes(config: Config, exact: Exact, device: torch.device) -> Iterator[str]:
-    yield f"reference: transformers' forward pass, one sample at a time, in {exact} on {device.type}"
-    if config.method == "lora":
-        yield "PEFT computes LoRA; B of a new adapter is moved away from zero, or A would have no gradient"
-        if config.lora.dropout:
-            yield "lora.dropout is 0 here: with dropout, a step has no single correct result"
-    if config.comm.compress != "none":
-        yield f"comm.compress is none here: sums in {config.comm.compress} are rounded"
-    if config.experts.balance_loss or config.experts.z_loss:
-        yield "experts.balance_loss and experts.z_loss are 0 here: the reference has cross-entropy only"
-    if config.experts.parallel > 1:
-        yield "experts.parallel is 1 here: it does not change the sums"
-    if config.context.parallel > 1:
-        yield "context.parallel is 1 here, except in the row that names it: it does not change the sums"
-    if config.sharding.offload:
-        yield "sharding.offload is false here: it does not change the sums"
-    if config.base.storage == "fp8" and config.method == "lora":
-        yield f"float8 matmuls are not exact: rows in {exact} use the weights as stored in the files"
-    if config.base.backward == "fp8":
-        yield f"float8 matmuls are not exact: rows in {exact} take base.backward: same"
+def _notes(config: Config, exact: Exact, device: torch.device) -> list[str]:
+    is_lora = config.method == "lora"
+    notes = {
+        f"reference: transformers' forward pass, one sample at a time, in {exact} on {device.type}": True,
+        "PEFT computes LoRA; B of a new adapter is moved away from zero, or A would have no gradient": is_lora,
+        "lora.dropout is 0 here: with dropout, a step has no single correct result": is_lora and config.lora.dropout,
+        f"comm.compress is none here: sums in {config.comm.compress} are rounded": config.comm.compress != "none",
+        "experts.balance_loss and experts.z_loss are 0 here: the reference has cross-entropy only": (
+            config.experts.balance_loss or config.experts.z_loss
+        ),
+        "experts.parallel is 1 here: it does not change the sums": config.experts.parallel > 1,
+        "context.parallel is 1 here, except in the row that names it: it does not change the sums": (
+            config.context.parallel > 1
+        ),
+        "sharding.offload is false here: it does not change the sums": config.sharding.offload,
+        f"float8 matmuls are not exact: rows in {exact} use the weights as stored in the files": (
+            is_lora and config.base.storage == "fp8"
+        ),
+        f"float8 matmuls are not exact: rows in {exact} take base.backward: same": config.base.backward == "fp8",
+    }
+    return [note for note, applies in notes.items() if applies]
 
 
 def _rows(

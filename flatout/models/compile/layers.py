@@ -229,7 +229,7 @@ def _compile(
         # with dropout, this compiles another graph
         for batch in [*(large if has_dropout else []), *batches]:
             with autocast_of(loaded, calls[0][-1]):
-                loss_sum, _ = loss(batch)
+                loss_sum, *_ = loss(batch)
             gradients(loss_sum, all_trained, None)
             # passes that an auxiliary loss needs before gradients are another graph
             if isinstance(loss, ModelWithLoss) and loss.aux_loss.needs_passes(2):

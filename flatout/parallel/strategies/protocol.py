@@ -146,6 +146,10 @@ class Strategy:
         return values
 
 
+class Single(Strategy):
+    """One process on one device: nothing to sum. The other strategies are tested against this one."""
+
+
 def local_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
     """Return the L2 norm over the gradients, or this rank's shards of them, as `Strategy.grad_norm`."""
     grads = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]

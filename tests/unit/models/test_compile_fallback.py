@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from flatout.models.load.model import load_model
 from flatout.models.lora.layer import add_lora
 from flatout.models.model_with_loss import ModelWithLoss, packed_cross_entropy
 from flatout.models.packed import flatten_samples
+from flatout.objectives.protocol import Metric, Objective
 
 
 @pytest.fixture
@@ -69,8 +71,20 @@ def batch():
     return flatten_samples([(np.arange(9), np.ones(9, bool))], num_boundaries=64)
 
 
-def compile_on_the_cpu(loaded, large_lengths=(), **options):
-    loss = ModelWithLoss(loaded.model)
+class Own(Objective):
+    """A person's own loss that reads an estimate and has metrics of its own."""
+
+    metrics: ClassVar = {"certainty": Metric("higher"), "surprise": Metric("lower")}
+    estimates = ("kl",)
+
+    def __call__(self, tokens):
+        p = tokens.logprobs.exp()
+        loss = (tokens.estimates["kl"].to(p.dtype) * p - tokens.logprobs).sum()
+        return {"loss": loss, "certainty": p.sum(), "surprise": (1 - p).sum()}
+
+
+def compile_on_the_cpu(loaded, large_lengths=(), objective=None, **options):
+    loss = ModelWithLoss(loaded.model, objective=objective)
     return compiling._compile(loaded, CompileOptions(64, **options), 0.99, loss, loss, large_lengths)
 
 
@@ -118,6 +132,10 @@ def test_layers_that_compile_are_told_with_their_proof(compilable, runs):
         after, num_compiled = loss_and_runs(compilable, runs)
     assert torch.allclose(after, before)
     assert num_compiled == 3
+
+
+def test_a_persons_own_loss_warms_layers_up(compilable):
+    assert compile_on_the_cpu(compilable, objective=Own()).is_complete
 
 
 def test_the_ends_of_each_kind_of_layer(compilable):

@@ -5,7 +5,7 @@ from torch import nn
 
 from flatout.config.read import make_config
 from flatout.parallel.rank import Rank
-from flatout.parallel.strategies.single import Single
+from flatout.parallel.strategies.protocol import Single
 from flatout.planner.parallel_layout import SINGLE_RANK
 
 

@@ -13,8 +13,7 @@ from flatout.environment import allocator_env, keep_compiled_kernels
 from flatout.errors import ResourceError, UsageError
 from flatout.parallel.process_group import choose_device, join_group
 from flatout.parallel.rank import Rank
-from flatout.parallel.strategies.protocol import strategy_class
-from flatout.parallel.strategies.single import Single
+from flatout.parallel.strategies.protocol import Single, strategy_class
 from flatout.planner.parallel_layout import SINGLE_RANK
 from tests.usual import usual
 

@@ -13,8 +13,7 @@ import torch
 from test_profiler import STEP
 
 from flatout.errors import ResourceError
-from flatout.profile.energy import Energy
-from flatout.profile.profiler import Profiler
+from flatout.profile.profiler import Energy, Profiler
 from flatout.track.record import RunEnd
 from flatout.trainer.rank_meter import read_joules
 

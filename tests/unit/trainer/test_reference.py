@@ -408,7 +408,7 @@ def test_verify_proves_the_loss_and_that_step_0_is_its_reference(tiny, root, mod
     assert found["rewards before the first update"].worst_difference == 0
     assert sum("micro-batches" in case for case in found) >= 1
     # a reference that is not the model's
-    monkeypatch.setattr("flatout.verifier.reference_rows.compute_step", lambda run, step: None)
+    monkeypatch.setattr("flatout.verifier.own_rows.compute_step", lambda run, step: None)
     rows, _ = verify(config, num_ranks=1)
     assert [row.case for row in rows if row.verdict == "FAIL"] == ["rewards before the first update"]
 

@@ -14,7 +14,7 @@ from flatout.errors import UsageError
 from flatout.optim.build import layer_norm_parameters, make_optimizer, split_by_decay
 from flatout.optim.update import BackwardUpdate
 from flatout.parallel.rank import Rank
-from flatout.parallel.strategies.single import Single
+from flatout.parallel.strategies.protocol import Single
 from flatout.planner.parallel_layout import SINGLE_RANK
 from flatout.trainer.run import train
 
