@@ -151,24 +151,10 @@ def run_with_oom_retry(
         except torch.OutOfMemoryError:
             failed = passes[max(0, len(passes) - length_hint(remaining) - 1)]
         # called here because no frame of the failed pass holds tensors any more
-        if drop_graphs(run, step, during):
-            continue
-        lower_cap(run, plan, passes, failed=failed, step=step, during=during)
+        make_room(run, plan, passes, failed=failed, step=step, during=during)
 
 
-def drop_graphs(run: TrainingRun, step: StepPlan, during: During) -> bool:
-    """Drop recorded graphs, whose memory no other pass can use, and all gradients; return whether there were any."""
-    if run.loss_module.decoder is None:
-        return False
-    run.loss_module.decoder = None
-    run.optimizer.zero_grad(set_to_none=True)
-    release_memory(run)
-    number = step.index + 1 if during in ("training", "estimates") else run.progress.step
-    run.watch.event("graphs_dropped", {"step": number, "during": during, "rank": run.rank.index})
-    return True
-
-
-def lower_cap(
+def make_room(
     run: TrainingRun,
     plan: PlannedSamples,
     taken: Sequence[MicroBatch],
@@ -177,18 +163,25 @@ def lower_cap(
     step: StepPlan,
     during: During,
 ) -> None:
-    """After an out-of-memory error, drop gradients, free caches, and cap micro-batches at 2/3 of the failed one.
+    """After an out-of-memory error, drop gradients, free caches, and have the next passes need less memory.
 
-    The cap lasts for the rest of the run and applies to this rank only. Raises ResourceError if the micro-batches
-    `taken` could not get smaller.
+    Recorded graphs go first, as no other pass can use their memory. Without any, micro-batches are capped at 2/3 of the
+    failed one, on this rank only, for the rest of the run. Raises ResourceError if those `taken` could not get smaller.
     """
     run.optimizer.zero_grad(set_to_none=True)
+    had_graphs = run.loss_module.decoder is not None
+    if had_graphs:
+        run.loss_module.decoder = None
     release_memory(run)
+    in_step = during in ("training", "estimates")
+    number = step.index + 1 if in_step else run.progress.step
+    where = {"step": number, "during": during, "rank": run.rank.index}
+    if had_graphs:
+        run.watch.event("graphs_dropped", where)
+        return
     updates = updates_in_pass(run, during)
     smallest = failed.num_padded_tokens if updates else plan.largest_unit(taken)
     cap_tokens = max(failed.num_padded_tokens * 2 // 3, smallest)
-    in_step = during in ("training", "estimates")
-    number = step.index + 1 if in_step else run.progress.step
     if cap_tokens >= max(batch.num_padded_tokens for batch in taken):
         why = "full.update=backward takes each step in one pass" if updates else "samples stay whole"
         less = "batch.samples_per_step or " if updates else ""
@@ -203,8 +196,7 @@ def lower_cap(
             fixes,
         )
     run.state.micro_batch_cap = cap_tokens
-    sizes = {"tokens": failed.num_padded_tokens, "cap_tokens": cap_tokens}
-    run.watch.event("out_of_memory", {"step": number, "during": during, "rank": run.rank.index, **sizes})
+    run.watch.event("out_of_memory", {**where, "tokens": failed.num_padded_tokens, "cap_tokens": cap_tokens})
 
 
 def release_memory(run: TrainingRun) -> None:

@@ -139,7 +139,7 @@ BUGS = (
         "MaskedText(text, tuple((a, b - 1) for a, b in X), typed, Y, Z)", "tests/unit/data/test_mask_rules.py"),
     Bug("clipping left out", "_update", "X.max_grad_norm / Y", "1e30 / Y", f"{EXACT}::test_grad_norm"),
     Bug("norms decayed", "split_by_decay", "X in Y or Z", "False", "tests/unit/optim/test_optim_build.py"),
-    Bug("gradients of a failed pass kept", "lower_cap", "X.zero_grad(set_to_none=True)", "None",
+    Bug("gradients of a failed pass kept", "make_room", "X.zero_grad(set_to_none=True)", "None",
         "tests/unit/trainer/test_out_of_memory.py::test_only_the_gradients_of_the_pass_that_fits_remain"),
     Bug("fused gradient without the scale", "_b_grads", "X * ctx.scaling", "X",
         "tests/parity/test_fused_lora.py"),
