@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,15 +29,13 @@ from flatout.planner.memory.budget import (
     spend_spare_memory,
 )
 from flatout.planner.parallel_layout import ParallelLayout
-from flatout.planner.settings import PlanSettings
-from flatout.planner.shape import ModelShape
 from flatout.planner.steps.packing import FEWEST_PASSES, PASS_OVERHEAD_TOKENS, row_length
 from flatout.planner.steps.prefixes import MIN_PREFIX_TOKENS, Prefixes, UnitPrefixes, find_prefixes
 from flatout.planner.steps.step_plan import BatchLayout
 from flatout.planner.steps.training_plan import TrainingPlan, make_plan, select_samples
 from flatout.track.callback import Reporter
 from flatout.trainer.picture_inputs import require_trainable, tower_flops
-from flatout.trainer.run_data import RunData, SplitStore
+from flatout.trainer.run_data import RunData
 
 # batch.share_prefix: auto shares from this share of all tokens on, as attention then takes two passes for each layer
 MIN_SHARED_SHARE = 0.05
@@ -59,7 +57,7 @@ class Steps(NamedTuple):
     plan: TrainingPlan
     parallel_layout: ParallelLayout
     memory: MemoryDecision
-    sharing: str
+    sharing: str = ""
     """Whether samples share prefixes, and why."""
 
 
@@ -70,32 +68,28 @@ def plan_training(
 
     Prefixes are shared where that pays.
     """
-    settings, shape, text_config, split = data.settings, data.shape, data.text_config, data.split
     reporter.phase("planning")
-    has_pictures = bool(split.store.num_pictures)
-    is_padded = pads_samples(settings, text_config, reporter, inexact_reasons.packing, has_pictures=has_pictures)
+    is_padded = pads_samples(data, reporter, inexact_reasons.packing)
     reporter.phase("looking for shared prefixes")
-    why_unshared = inexact_reasons.sharing
-    prefixes, sharing = index_prefixes(settings, text_config, split, is_padded=is_padded, reason=why_unshared)
+    prefixes, sharing = index_prefixes(data, is_padded=is_padded, reason=inexact_reasons.sharing)
     reporter.phase("planning")
-    decided = plan_steps(settings, shape, split, rank, device, is_padded=is_padded, prefixes=prefixes)
+    steps = plan_steps(data, rank, device, is_padded=is_padded, prefixes=prefixes)
     if prefixes is not None:
-        pays, sharing = sharing_pays(settings, decided[0], shape, decided[1], device)
+        pays, sharing = sharing_pays(data, steps, device)
         if not pays:
-            decided = plan_steps(settings, shape, split, rank, device, is_padded=is_padded)
+            steps = plan_steps(data, rank, device, is_padded=is_padded, prefixes=None)
     reporter.stage("prefixes", sharing)
-    require_trainable(settings, split.store, decided[1])
-    return Steps(*decided, sharing)
+    require_trainable(data.settings, data.split.store, steps.parallel_layout)
+    return steps._replace(sharing=sharing)
 
 
-def pads_samples(
-    settings: PlanSettings, text_config: Any, reporter: Reporter, unpackable: str | None, *, has_pictures: bool
-) -> bool:
+def pads_samples(data: RunData, reporter: Reporter, unpackable: str | None) -> bool:
     """Choose the layout and report it; return whether each sample is a row. Raises UsageError as `choose_layout`."""
+    settings, has_pictures = data.settings, bool(data.split.store.num_pictures)
     if unpackable:
         choice = LayoutChoice("rows", unpackable)
     else:
-        choice = choose_layout(text_config, settings.batch.layout, has_pictures=has_pictures)
+        choice = choose_layout(data.text_config, settings.batch.layout, has_pictures=has_pictures)
     shared = {"experts.parallel": settings.expert_ranks, "context.parallel": settings.context_ranks}
     for name, num_ranks in shared.items():
         if choice.layout == "rows" and num_ranks > 1:
@@ -106,23 +100,16 @@ def pads_samples(
     return choice.layout == "rows"
 
 
-def index_prefixes(
-    settings: PlanSettings,
-    text_config: Any,
-    data: SplitStore,
-    *,
-    is_padded: bool,
-    reason: str | None,
-) -> tuple[Prefixes | None, str]:
+def index_prefixes(data: RunData, *, is_padded: bool, reason: str | None) -> tuple[Prefixes | None, str]:
     """Return where samples share prefixes; None, and why, if they do not or must not.
 
     `is_padded` is the layout, `reason` what an earlier self-test found. Raises UsageError if batch.share_prefix: on
     cannot be exact.
     """
+    settings, store, train_ids = data.settings, data.split.store, data.split.train_ids
     setting = settings.batch.share_prefix
     if setting == "off":
         return None, "not shared: as configured"
-    store, train_ids = data.store, data.train_ids
     lengths = store.lengths if train_ids is None else store.lengths[train_ids]
     problem = reason or ("each sample is a row of its own" if is_padded else None)
     problem = problem or ("samples hold pictures" if store.num_pictures else None)
@@ -130,7 +117,7 @@ def index_prefixes(
         problem = problem or "with context.parallel, ranks share each sample's tokens"
     if settings.lora.dropout:
         problem = problem or "with lora.dropout, samples must have masks of their own"
-    problem = problem or sharing_problem(text_config, int(lengths.max()))
+    problem = problem or sharing_problem(data.text_config, int(lengths.max()))
     if problem:
         if setting == "on":
             raise UsageError(f"batch.share_prefix: on fails here: {problem}", [Fix({"batch.share_prefix": "auto"})])
@@ -149,17 +136,10 @@ def index_prefixes(
 
 
 def plan_steps(
-    settings: PlanSettings,
-    shape: ModelShape,
-    data: SplitStore,
-    rank: Rank,
-    device: Device | None,
-    *,
-    is_padded: bool,
-    prefixes: Prefixes | None = None,
-) -> tuple[TrainingPlan, ParallelLayout, MemoryDecision]:
+    data: RunData, rank: Rank, device: Device | None, *, is_padded: bool, prefixes: Prefixes | None
+) -> Steps:
     """Plan within the token budget that fits in memory; the budget does not change which samples a step holds."""
-    store = data.store
+    settings, shape, (store, train_ids, _) = data.settings, data.shape, data.split
     # an update in the backward pass needs a step in one pass
     pass_overhead_tokens = FEWEST_PASSES if settings.full.update == "backward" else PASS_OVERHEAD_TOKENS
     largest_unit = 1 if store.unit_offsets is None else int(np.diff(store.unit_offsets).max())
@@ -170,14 +150,14 @@ def plan_steps(
         pass_overhead_tokens=pass_overhead_tokens if is_padded else None,
         prefixes=prefixes,
     )
-    samples = select_samples(store.lengths, store.num_label_tokens, data.train_ids, layout, store.unit_offsets)
+    samples = select_samples(store.lengths, store.num_label_tokens, train_ids, layout, store.unit_offsets)
     row_keys = store.row_keys if draws_rows_whole(store) else None
     whole_steps = make_plan(samples, layout, settings.batch, settings.seed, row_keys)
     flops = tower_flops(shape, store)
-    if flops is not None and data.train_ids is not None:
-        flops = flops[np.asarray(data.train_ids)]
+    if flops is not None and train_ids is not None:
+        flops = flops[np.asarray(train_ids)]
     whole_steps = replace(whole_steps, samples=replace(whole_steps.samples, tower_flops=flops))
-    return fit_plan(settings, shape, whole_steps, rank, device)
+    return fit_plan(data, whole_steps, rank, device)
 
 
 def draws_rows_whole(store: TokenStore) -> bool:
@@ -187,10 +167,9 @@ def draws_rows_whole(store: TokenStore) -> bool:
     return bool(store.meta.counts.get("split_by_question")) and not store.meta.counts.get("split")
 
 
-def fit_plan(
-    settings: PlanSettings, shape: ModelShape, plan: TrainingPlan, rank: Rank, device: Device | None
-) -> tuple[TrainingPlan, ParallelLayout, MemoryDecision]:
+def fit_plan(data: RunData, plan: TrainingPlan, rank: Rank, device: Device | None) -> Steps:
     """Choose strategy, recompute level and token budget for the same steps, and lay the steps out by them."""
+    settings, shape = data.settings, data.shape
     whole_tokens = row_length(int(plan.samples.lengths.max())) * max(
         plan.batch.samples_per_step, plan.most_samples_per_step
     )
@@ -206,24 +185,22 @@ def fit_plan(
     memory = spend_spare_memory(memory, settings, tokens, device, plan)
     parallel_layout = memory.model.parallel_layout if memory.model else parallel_layout
     plan = plan.with_layout(memory.micro_batch_tokens, cost, lockstep=lockstep, expert_ranks=expert_ranks)
-    return plan, parallel_layout, memory
+    return Steps(plan, parallel_layout, memory)
 
 
-def sharing_pays(
-    settings: PlanSettings, plan: TrainingPlan, shape: ModelShape, layout: ParallelLayout, device: Device | None
-) -> tuple[bool, str]:
+def sharing_pays(data: RunData, steps: Steps, device: Device | None) -> tuple[bool, str]:
     """Decide whether the steps of a plan that shares prefixes pay off, and say why."""
+    settings, plan = data.settings, steps.plan
     saved_share, is_auto = plan.shared_share, settings.batch.share_prefix == "auto"
     if not saved_share:
         return False, "not shared: no samples of one micro-batch begin with the same tokens"
     if is_auto and saved_share < MIN_SHARED_SHARE:
         return False, f"not shared: this would save {saved_share:.1%} of the tokens, less than {MIN_SHARED_SHARE:.0%}"
     # recorded graphs need the number of prefixes before a pass
-    records = settings.records_graphs and settings.method == "lora" and not layout.lockstep
+    records = settings.records_graphs and settings.method == "lora" and not steps.parallel_layout.lockstep
     device = device if is_auto and records else None
-    if device is not None and is_host_bound(
-        plan, shape, reachable_flops_per_s(device.name, fp8=settings.computes_in_fp8)
-    ):
+    flops_per_s = reachable_flops_per_s(device.name, fp8=settings.computes_in_fp8) if device else 0.0
+    if device is not None and is_host_bound(plan, data.shape, flops_per_s):
         return False, "not shared: steps are limited by kernel launches, so CUDA graphs help more"
     return True, f"shared: {saved_share:.1%} of the tokens are not computed again"
 
