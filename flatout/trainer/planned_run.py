@@ -13,7 +13,7 @@ from xxhash import xxh3_64_hexdigest
 from flatout.checkpoint.resume_check import config_changes
 from flatout.config.objective import REFERENCE, ObjectiveConfig
 from flatout.config.own_code import OwnCode
-from flatout.config.schema import Config, ScheduleConfig
+from flatout.config.schema import Config
 from flatout.data.kl_pairs import KLStore, make_kl_store
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError, Fix, UsageError
@@ -37,7 +37,7 @@ from flatout.track.callback import Reporter
 from flatout.trainer.eval_prompts import EvalPrompts, read_eval_prompts
 from flatout.trainer.normalizers import Normalizers, make_normalizers
 from flatout.trainer.run_data import RunData, open_data
-from flatout.trainer.steps_and_memory import EXACT, InexactReasons, Steps, plan_training
+from flatout.trainer.steps_and_memory import EXACT, InexactReasons, plan_training
 
 # what ranks compare, in words
 FACTS_BY_NAME = {
@@ -164,7 +164,11 @@ def plan_run(
     plan, memory = steps.plan, steps.memory
     if settings.full.update == "backward":
         check_backward_update(settings, plan, rank)
-    report_plan(config.schedule, steps, reporter)
+    if note := warmup_note(config.schedule, plan.num_steps):
+        reporter.stage("schedule", note)
+    reporter.stage("strategy", steps.parallel_layout.reason)
+    reporter.stage("memory", memory.reason)
+    reporter.stage("plan", plan.describe(steps.parallel_layout.context_ranks))
     report_objective(settings.method, plan, reporter, normalizers := make_normalizers(objective, store))
     eval_sets = plan_evaluation(data, config.eval.best, plan, memory.micro_batch_tokens, reporter)
     kl_pairs, eval_sets = plan_kl_pairs(objective, store, plan, eval_sets)
@@ -210,15 +214,6 @@ def check_backward_update(settings: PlanSettings, plan: TrainingPlan, rank: Rank
                 f"{step.num_padded_tokens:,} tokens in total",
                 [Fix({"batch.micro_batch_tokens": step.num_padded_tokens}), Fix({"full.update": "step"})],
             )
-
-
-def report_plan(schedule: ScheduleConfig, steps: Steps, reporter: Reporter) -> None:
-    """Tell what was decided about the schedule, the strategy, the memory and the steps."""
-    if note := warmup_note(schedule, steps.plan.num_steps):
-        reporter.stage("schedule", note)
-    reporter.stage("strategy", steps.parallel_layout.reason)
-    reporter.stage("memory", steps.memory.reason)
-    reporter.stage("plan", steps.plan.describe(steps.parallel_layout.context_ranks))
 
 
 def report_objective(method: str, plan: TrainingPlan, reporter: Reporter, normalizers: Normalizers) -> None:
