@@ -20,7 +20,7 @@ from flatout.errors import CheckpointError, FlatoutError
 from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import read_json, validated
 from flatout.io.kept_facts import find_facts, keep_facts
-from flatout.models.proof_key import process_key
+from flatout.models.process_key import process_key
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.process_group import choose_device
 from flatout.parallel.shards import local_part
