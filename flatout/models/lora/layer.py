@@ -155,14 +155,11 @@ def add_lora(
                 "no grouped form; leave experts out"
             )
     for name, (path, parameter, _) in experts.items():
-        lora, base, generator = config.of_layer(name), model.get_submodule(path), _generator(seed, name)
-        options: dict[str, Any] = {
-            "rank": lora.rank,
-            "scaling": lora_scaling(lora),
-            "generator": generator,
-            "start": start,
-        }
-        replace_module(model, path, ExpertLora(base, parameter, **options).train(base.training))
+        lora, base = config.of_layer(name), model.get_submodule(path)
+        adapted = ExpertLora(
+            base, parameter, rank=lora.rank, scaling=lora_scaling(lora), generator=_generator(seed, name), start=start
+        )
+        replace_module(model, path, adapted.train(base.training))
     saved = add_saved_modules(model, config, rows or {})
     counts = Counter(name.rpartition(".")[2] for name in targets)
     num_trainable = sum(parameter.numel() for parameter in trainable_parameters(model).values())
