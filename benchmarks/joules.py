@@ -245,8 +245,8 @@ def quantizing(shape: dict[str, Any], num_tokens: int, base: BaseConfig) -> Iter
 def adapters(shape: dict[str, Any], num_tokens: int, base: BaseConfig) -> Iterator[Operation]:
     """The products of fused LoRA layers, forward and backward, as in flatout/models/lora/fused.py.
 
-    Without those that are added in the frozen products' accumulator. Where these are in float8, x A.T, dY B and
-    the gradients of A and B read quantized values, which are made before.
+    Without those that are added in the frozen products' accumulator. Where these are in float8, x A.T and dY B read
+    quantized values, which are made before.
     """
     low_rank.register_ops()
     forward8, backward8 = base.computes_in_fp8, base.computes_in_fp8 or base.backward == "fp8"
@@ -267,11 +267,8 @@ def adapters(shape: dict[str, Any], num_tokens: int, base: BaseConfig) -> Iterat
             pairs = zip(grads, wides, strict=True)
             low_grad = wide8() if wide8 else torch.cat([grad @ wide for grad, wide in pairs], dim=-1)
             parts = low.split(RANK, dim=-1)
-            trained = [*narrow8.gradients([low_grad])] if narrow8 else [over_tokens(low_grad, x, torch.float32)]
-            pairs = zip(grads, parts, strict=True)
-            trained += (
-                wide8.gradients(parts) if wide8 and narrow8 else [over_tokens(*own, torch.float32) for own in pairs]
-            )
+            pairs = ((low_grad, x), *zip(grads, parts, strict=True))
+            trained = [over_tokens(*own, torch.float32) for own in pairs]
             if joined:
                 return trained
             return trained, low_grad @ narrow, [F.linear(part, wide) for part, wide in zip(parts, wides, strict=True)]
@@ -280,7 +277,7 @@ def adapters(shape: dict[str, Any], num_tokens: int, base: BaseConfig) -> Iterat
 
 
 class Float8Product:
-    """Products of quantized inputs (T, K_i) with matrices (r_i, K_i) in one operator, and the matrices' gradients."""
+    """Products of quantized inputs (T, K_i) with matrices (r_i, K_i) in one operator."""
 
     def __init__(self, inputs: list[Tensor], matrices: list[Tensor]) -> None:
         self.inputs, self.ranks = inputs, [len(matrix) for matrix in matrices]
@@ -294,11 +291,6 @@ class Float8Product:
         return low_rank.low_rank_product(
             self.parts, self.row_scales, self.terms, self.scales, self.ranks, dtype, self.inputs
         )
-
-    def gradients(self, others: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sums over tokens of inputs times others (T, r_i), of each pair (K_i, r_i)."""
-        pairs = zip(self.parts, self.row_scales, others, strict=True)
-        return [low_rank.lora_weight_grad(*own, torch.float32) for own in pairs]
 
 
 def both_passes(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Callable[[], object]:

@@ -256,8 +256,7 @@ def layer_pairs(shape: str, storage: str | None, step: str) -> Iterator[Pair]:
     # with float8, the kernels of low_rank need the accumulator's
     yield pair("one accumulator, hopper.cu / torch's products", without(segmented, "fits", lambda *_: False))
     if storage == "fp8":
-        yield pair("low_rank, triton and gradient.cu / bf16", without(low_rank, "fits", lambda *_: False))
-        yield pair("low_rank, gradient.cu alone / bf16", without(low_rank, "MAX_GRADIENT_RANK", 0))
+        yield pair("low_rank, triton / bf16", without(low_rank, "fits", lambda *_: False))
         yield pair("float8 weights kept transposed / each pass", transposed=False)
 
     def copies(write: Callable[[Any], Run]) -> Run:

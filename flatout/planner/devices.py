@@ -26,8 +26,6 @@ class Device:
     has_bf16: bool = True
     has_fp8: bool = True
     """Whether it has this arithmetic in hardware."""
-    is_hopper: bool = False
-    """Whether adapters save their inputs in float8 on it (see `flatout.models.lora.fused`)."""
     corrections: Mapping[str, Correction] = field(default_factory=dict, hash=False)
     """What passes on it have measured, by `MemoryModel.kind_of_pass`."""
 
@@ -41,7 +39,6 @@ def weakest(devices: Sequence[Device]) -> Device:
         smallest.memory_bytes,
         has_bf16=all(device.has_bf16 for device in devices),
         has_fp8=all(device.has_fp8 for device in devices),
-        is_hopper=all(device.is_hopper for device in devices),
     )
 
 
@@ -49,18 +46,16 @@ def weakest(devices: Sequence[Device]) -> Device:
 ANY_DEVICE = Device("a GPU", 0)
 
 
-def _device(
-    name: str, total_gib: float, *, has_bf16: bool = True, has_fp8: bool = True, is_hopper: bool = False
-) -> Device:
-    return Device(name, int(total_gib * GIB) - CONTEXT_BYTES, has_bf16, has_fp8, is_hopper)
+def _device(name: str, total_gib: float, *, has_bf16: bool = True, has_fp8: bool = True) -> Device:
+    return Device(name, int(total_gib * GIB) - CONTEXT_BYTES, has_bf16, has_fp8)
 
 
 # total memory as the driver reports it, which is less than the name says
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {
         "b200": _device("B200", 178.3),
-        "h200": _device("H200", 139.8, is_hopper=True),
-        "h100": _device("H100", 79.1, is_hopper=True),
+        "h200": _device("H200", 139.8),
+        "h100": _device("H100", 79.1),
         "a100-80": _device("A100 80GB", 79.1, has_fp8=False),
         "a100-40": _device("A100 40GB", 39.4, has_fp8=False),
         "l40s": _device("L40S", 44.3),

@@ -1,4 +1,4 @@
-"""Products of float8 rows with an adapter's matrices, their gradients and copies: the reference."""
+"""Products of float8 rows with an adapter's matrices, and copies of the matrices: the reference."""
 
 from __future__ import annotations
 
@@ -36,15 +36,6 @@ def low_rank_product(
         matrix = (own[0, :rank].to(exact) + own[1, :rank].to(exact) * SECOND_TERM) * scale[:rank, None].to(exact)
         products.append((part.to(exact) @ matrix.T * row_scale.to(exact)).to(dtype))
     return torch.cat(products, dim=1)
-
-
-def lora_weight_grad(
-    part: Tensor, row_scale: Tensor, low: Tensor, column_scale: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """Compute `flatout.kernels.low_rank.lora_weight_grad` as (C, R) in `dtype`, in fp32 or fp64 until it is rounded."""
-    exact = torch.promote_types(dtype, torch.float32)
-    total = (part.to(exact) * row_scale.to(exact)).T @ low.to(exact)
-    return (total if column_scale is None else total * column_scale[:, None].to(exact)).to(dtype)
 
 
 class MatrixCopy(NamedTuple):

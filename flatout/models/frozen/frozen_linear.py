@@ -258,10 +258,7 @@ def fuse_frozen(
     device, dtype = next(first.parameters()).device, first.weight.dtype if isinstance(first, nn.Linear) else first.dtype
     low_rank.register_ops()
     fits = bool(ranks) and segmented.fits(device, dtype, sizes, in_features, ranks)
-    in_fp8 = fp8 or isinstance(first, Fp8Linear)
-    load_error = segmented.load_error(device, fp8=in_fp8) if fits else None
-    if fits and in_fp8 and load_error is None:
-        load_error = low_rank.load_error(device, tuple(ranks))
+    load_error = segmented.load_error(device, fp8=fp8 or isinstance(first, Fp8Linear)) if fits else None
     one_accumulator = fits and load_error is None
     backward = [base for base in layers if isinstance(base, Fp8BackwardLinear)]
     if len(layers) == len(backward) > 1:

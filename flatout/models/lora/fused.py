@@ -14,11 +14,10 @@ from transformers import PreTrainedModel
 
 from flatout.errors import UsageError, first_line
 from flatout.kernels import low_rank
-from flatout.kernels.low_rank import lora_weight_grad
 from flatout.kernels.low_rank.reference import MatrixCopy
 from flatout.models.blocks import hidden_states
 from flatout.models.frozen.frozen_linear import fuse_frozen
-from flatout.models.frozen.matmul import FrozenMatmul, Operands, blocks
+from flatout.models.frozen.matmul import FrozenMatmul, blocks
 from flatout.models.lora.layer import LoraLinear, lora_layers, over_tokens
 from flatout.models.packed import flatten_samples
 from flatout.models.probe import evaluating
@@ -29,8 +28,7 @@ class _Copies(NamedTuple):
 
     a (R, K) is all A concatenated, a_t its copy (K, R); b has the scaled B (see `blocks`). a_terms e4m3 (2, R, K) with
     a_scales fp32 (1, R), and b_terms (2, largest r_i, sum of N_i) with b_scales (number of members, largest r_i), are A
-    and the transposed scaled B for `low_rank_product`. grad_scales fp32 (sum of N_i,) turn float8 output gradients into
-    those that B's gradient needs, LoRA's scaling included. It is None if gradients of A and B do not read float8.
+    and the transposed scaled B for `low_rank_product`.
     """
 
     b: Tensor
@@ -40,7 +38,6 @@ class _Copies(NamedTuple):
     a_scales: Tensor | None
     b_terms: Tensor | None
     b_scales: Tensor | None
-    grad_scales: Tensor | None
 
 
 class _FusedLora(torch.autograd.Function):
@@ -61,14 +58,13 @@ class _FusedLora(torch.autograd.Function):
         else:
             assert copies.a is not None
             low = F.linear(x, copies.a)
-        saved = (x, None) if copies.grad_scales is None else (operands.parts[0], operands.row_scales[0])
-        ctx.save_for_backward(*saved, low, *copies, *storage)
+        ctx.save_for_backward(x, low, *copies, *storage)
         ctx.product, ctx.ranks, ctx.scaling, ctx.dtype = product, ranks, scaling, rest[-1].dtype
         return tuple(product.outputs_with(operands, low, copies.b, ranks))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, x_scale, low, *rest = ctx.saved_tensors
+        x, low, *rest = ctx.saved_tensors
         num_copies = len(_Copies._fields)
         copies, storage = _Copies(*rest[:num_copies]), rest[num_copies:]
         operands = ctx.product.backward(grads, *storage) if ctx.needs_input_grad[0] else None
@@ -83,27 +79,11 @@ class _FusedLora(torch.autograd.Function):
             assert a_t is not None
             (x_grad,) = operands.multiply_with_lora(low_grad, a_t, use_kernel=ctx.product.one_accumulator)
         low_grad = low_grad.flatten(0, -2)
-        if x_scale is None:
-            a_grad = over_tokens(low_grad, x, ctx.dtype)
-        else:
-            a_grad = lora_weight_grad(x, x_scale, low_grad, ctx.dtype, ranks_first=True)
-        b_grads = _b_grads(ctx, operands, grads, low.flatten(0, -2), copies.grad_scales)
-        return x_grad, *(None,) * (3 + len(rest)), *a_grad.split(ctx.ranks), *b_grads
-
-
-def _b_grads(
-    ctx: Any, operands: Operands | None, grads: Sequence[Tensor], low: Tensor, grad_scales: Tensor | None
-) -> list[Tensor]:
-    """Return the gradients (N_i, r_i) of all B from those of the outputs, in float8 if there are `grad_scales`."""
-    lows = low.split(ctx.ranks, dim=-1)
-    if operands is None or grad_scales is None:
+        a_grad = over_tokens(low_grad, x, ctx.dtype)
+        lows = low.flatten(0, -2).split(ctx.ranks, dim=-1)
         b_grads = [over_tokens(grad, low_part, ctx.dtype) for grad, low_part in zip(grads, lows, strict=True)]
-        return b_grads if ctx.scaling == 1 else [grad * ctx.scaling for grad in b_grads]
-    columns = grad_scales.split(ctx.product.sizes)
-    return [
-        lora_weight_grad(part, row_scale, low_part, ctx.dtype, column_scale=scale)
-        for part, row_scale, low_part, scale in zip(operands.parts, operands.row_scales, lows, columns, strict=True)
-    ]
+        b_grads = b_grads if ctx.scaling == 1 else [grad * ctx.scaling for grad in b_grads]
+        return x_grad, *(None,) * (3 + len(rest)), *a_grad.split(ctx.ranks), *b_grads
 
 
 class FusedLora(nn.Module):
@@ -143,8 +123,6 @@ class FusedLora(nn.Module):
             in_terms and float8 for float8 in (self.product.fp8_forward, self.product.fp8_backward)
         )
 
-        reads_float8 = terms_forward and max(self.ranks) <= low_rank.MAX_GRADIENT_RANK
-
         def zeros(*shape: int, dtype: torch.dtype = dtype, needed: bool = True) -> Tensor | None:
             return torch.zeros(*shape, dtype=dtype, device=device) if needed else None
 
@@ -157,7 +135,6 @@ class FusedLora(nn.Module):
             a_scales=zeros(1, rank, dtype=scale_dtype, needed=terms_forward),
             b_terms=zeros(2, largest, columns, dtype=fp8, needed=terms_backward),
             b_scales=zeros(len(self.ranks), largest, dtype=scale_dtype, needed=terms_backward),
-            grad_scales=self.scaling / self._folded_scales() if reads_float8 else None,
         )
 
     def _folded_scales(self) -> Tensor:

@@ -138,7 +138,7 @@ def memory_model(
     own_shape = shape.on_one_of(settings.expert_ranks)
     return MemoryModel(
         settings, own_shape, precision, compiled, parallel_layout,
-        is_hopper=device.is_hopper, corrections=device.corrections,
+        corrections=device.corrections,
     )  # fmt: skip
 
 

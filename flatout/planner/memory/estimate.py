@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from flatout.config.schema import LoraConfig, Recompute
+from flatout.config.schema import Recompute
 from flatout.planner.memory.sizes import Correction, MemoryEstimate, MicroBatchSize, Widths
 from flatout.planner.parallel_layout import SINGLE_RANK, ParallelLayout
 from flatout.planner.settings import PlanSettings
@@ -42,21 +42,10 @@ NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 ADAM_8BIT_BLOCKS = range(64, 257)
 # layer inputs on the GPU while they are copied to the host or back
 OFFLOAD_INPUTS = 3
-# adapters of up to so many layers of one input save it in float8, with ranks up to this that add up to a multiple of
-# this: `MAX_GRADIENT_RANK`, `MAX_SEGMENTS` and `RANK_MULTIPLE` of flatout.kernels
-FLOAT8_RANK, FLOAT8_LAYERS, FLOAT8_RANK_MULTIPLE = 16, 3, 8
 # cuBLAS workspaces, batch tensors
 CONSTANT_BYTES = 64 << 20
 # rows of logits that the loss head holds at a time: enough for full speed, fewer if memory is short
 HEAD_TILE_ROWS = {"none": 2048, "selective": 2048, "budget": 2048, "full": 512, "offload": 128}
-
-
-class Float8Inputs(NamedTuple):
-    """Bytes per token and layer: `norms` and `products` fewer of norms' outputs and MLPs' products, `copies` more."""
-
-    norms: float = 0.0
-    products: float = 0.0
-    copies: float = 0.0
 
 
 @dataclass(frozen=True)  # without slots, for cached properties
@@ -76,7 +65,7 @@ class MemoryModel:
                      they replace activations, so in a step of one micro-batch only the larger of the two counts
         optimizer    adamw 2 m, sgd m, adamw8bit 2.03 bytes per trained parameter (LoRA: as adamw for B, whose rows are
                      shorter than a block)
-        activations  none: L fat per token, less where adapters save inputs in float8; selective: without the norms'
+        activations  none: L fat per token; selective: without the norms'
                      outputs and the MLP's product; budget: the inputs L D s and 0.49 of the rest; full: L D s; offload:
                      3 D s
         working      the larger of: the head's `HEAD_TILE_ROWS` of logits, which their gradient replaces, label rows and
@@ -102,7 +91,6 @@ class MemoryModel:
     compiled: bool
     parallel_layout: ParallelLayout = SINGLE_RANK
     transposed_weights: bool = False
-    is_hopper: bool = False
     corrections: Mapping[str, Correction] = field(default_factory=dict)
 
     @property
@@ -320,14 +308,7 @@ class MemoryModel:
         linears = (linear for layer in self.shape.layers for linear in layer.linears)
         return sum(linear.num_experts * (linear.num_weights + 4 * linear.num_in) for linear in linears)
 
-    @cached_property
-    def _float8_inputs(self) -> Float8Inputs:
-        """What is saved of inputs in float8, where Hopper's kernel adds adapters to float8 products."""
-        is_fp8 = self.settings.base.computes_in_fp8 and self.precision == "bf16"
-        reads = self.is_hopper and is_fp8 and self._fuses_layers
-        return float8_inputs(self.shape, self.settings.lora, self.widths.compute) if reads else Float8Inputs()
-
-    def _layer_bytes(self, num_tokens: int, *, with_mlp: bool = True, in_float8: bool = True) -> float:
+    def _layer_bytes(self, num_tokens: int, *, with_mlp: bool = True) -> float:
         """Return the bytes that one layer saves for its backward pass without recomputation.
 
         Dropout also saves each target's own input, DoRA both outputs of a target; these count without the MLP, too.
@@ -342,9 +323,6 @@ class MemoryModel:
             elements += more // shape.num_layers
         wider = 2 * shape.hidden_size * (width.hidden - width.compute)
         num_bytes: float = num_tokens * (elements * width.compute + wider + 4 * shape.num_heads)
-        if in_float8:
-            saved = self._float8_inputs
-            num_bytes -= num_tokens * (saved.norms + (saved.products if with_mlp else 0) - saved.copies)
         return num_bytes if self.compiled else num_bytes * EAGER_SHARE
 
     def _activations_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:
@@ -369,12 +347,11 @@ class MemoryModel:
         # mlp_elements are gate, up and product
         products = 0 if self._unsaved_elements else sum(layer.mlp_elements // 3 for layer in self.shape.layers)
         elements = products // self.shape.num_layers + 2 * self.shape.hidden_size
-        fewer = self._float8_inputs.norms + self._float8_inputs.products
-        return int(num_tokens * (elements * self.widths.compute - fewer))
+        return int(num_tokens * elements * self.widths.compute)
 
     def _backward_bytes(self, num_tokens: int, recompute: Recompute, *, with_mlp: bool = True) -> float:
         """Return the bytes of one layer's backward pass: gradients of activations, and what it recomputes."""
-        gradients = BACKWARD_SHARE * self._layer_bytes(num_tokens, with_mlp=with_mlp, in_float8=False)
+        gradients = BACKWARD_SHARE * self._layer_bytes(num_tokens, with_mlp=with_mlp)
         recomputed_share = {"none": 0.0, "selective": 0.0, "budget": 1 - BUDGET_SHARE}.get(recompute, 1.0)
         recomputed = recomputed_share * self._layer_bytes(num_tokens, with_mlp=with_mlp)
         return gradients + recomputed + (self._selective_bytes(num_tokens) if recompute == "selective" else 0)
@@ -424,45 +401,3 @@ def activation_elements(shape: ModelShape) -> int:
     """
     saved = sum(layer.mixer_elements + layer.mlp_elements for layer in shape.layers)
     return 4 * shape.hidden_size + saved // shape.num_layers
-
-
-def float8_inputs(shape: ModelShape, lora: LoraConfig, element_bytes: int) -> Float8Inputs:
-    """Return how the bytes change that layers save, if their products are in float8.
-
-    Within a module, the last linear layer is taken to read what the module computed, all others what the module got.
-    Attention saves its output anyway, and a float8 copy of it comes beside that.
-    """
-    targets, norms, products, copies = shape.targeted(lora), 0, 0, 0
-    for index, layer in enumerate(shape.layers):
-        modules: dict[str, list[Linear]] = {}
-        for linear in layer.linears:
-            modules.setdefault(linear.name.rpartition(".")[0], []).append(linear)
-        names = {linear.name: f"{shape.layers_path}.{index}.{linear.name}" for linear in layer.linears}
-        adapters = {linear: lora.of_layer(name) for linear, name in names.items() if name in targets}
-        for *readers, last in modules.values():
-            if readers:
-                norms += readers[0].num_in * _fewer_bytes(adapters, readers, element_bytes)
-            if 3 * last.num_in == layer.mlp_elements:
-                products += last.num_in * _fewer_bytes(adapters, [last], element_bytes)
-            else:
-                copies += last.num_in * _copies(adapters, [last])[0]
-    return Float8Inputs(norms / shape.num_layers, products / shape.num_layers, copies / shape.num_layers)
-
-
-def _fewer_bytes(adapters: Mapping[str, LoraConfig], linears: Sequence[Linear], element_bytes: int) -> int:
-    """Return how many bytes fewer are saved of a value that these layers read; negative if more."""
-    num_copies, is_kept = _copies(adapters, linears)
-    return (0 if is_kept or num_copies == 0 else element_bytes) - num_copies
-
-
-def _copies(adapters: Mapping[str, LoraConfig], linears: Sequence[Linear]) -> tuple[int, bool]:
-    """Return how many groups of these layers save their input in float8, and whether another saves it as it is."""
-    groups: dict[float, list[int]] = {}
-    for adapter in (adapters[linear.name] for linear in linears if linear.name in adapters):
-        # layers of one scaling are one group
-        groups.setdefault(adapter.alpha / adapter.rank ** (0.5 if adapter.rslora else 1), []).append(adapter.rank)
-    in_float8 = [
-        len(ranks) <= FLOAT8_LAYERS and max(ranks) <= FLOAT8_RANK and sum(ranks) % FLOAT8_RANK_MULTIPLE == 0
-        for ranks in groups.values()
-    ]
-    return sum(in_float8), not all(in_float8)

@@ -9,12 +9,8 @@ from qwen3_8b import QWEN3_8B
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flatout.config.read import make_config
-from flatout.kernels import low_rank, segmented
 from flatout.planner.devices import GIB
 from flatout.planner.memory.estimate import (
-    FLOAT8_LAYERS,
-    FLOAT8_RANK,
-    FLOAT8_RANK_MULTIPLE,
     MemoryModel,
     activation_elements,
 )
@@ -46,10 +42,10 @@ SIZE = MicroBatchSize(16384, 9000, 32)
 
 def estimate(
     *, shape=SHAPE, size=SIZE, recompute="none", precision="bf16", compiled=True, parallel_layout=SINGLE_RANK,
-    accumulates=True, transposed_weights=False, is_hopper=False, **sections,
+    accumulates=True, transposed_weights=False, **sections,
 ):  # fmt: skip
     config = PlanSettings.of(make_config({"model": {"name": "m"}, "lora": {"rank": 16}} | sections))
-    model = MemoryModel(config, shape, precision, compiled, parallel_layout, transposed_weights, is_hopper)
+    model = MemoryModel(config, shape, precision, compiled, parallel_layout, transposed_weights)
     return model.estimate(size, recompute, accumulates=accumulates)
 
 
@@ -100,9 +96,6 @@ MEASURED = [
     ("0.6b", {"size": LARGE}, 22.5),
     ("0.6b", {"size": LARGE, "compiled": False}, 30.0),
     ("8b", {"size": LARGE}, 97.9),
-    ("8b", {"size": LARGEST, "base": {"storage": "fp8"}, "transposed_weights": True, "is_hopper": True}, 103.1),
-    ("8b", {"size": LARGEST, "base": {"storage": "nf4", "compute": "fp8"}, "is_hopper": True}, 93.6),
-    # adapters that save their inputs in bf16
     ("8b", {"size": LARGE, "base": {"storage": "fp8"}}, 91.4),
     ("8b", {"size": LARGE, "base": {"storage": "nf4", "compute": "fp8"}}, 88.3),
     ("8b", {"size": MicroBatchSize(1960, 1178, 4), "base": {"storage": "nf4"}, "recompute": "full"}, 7.5),
@@ -273,61 +266,6 @@ def test_quantized_bases():
         estimate(base={"storage": name}, size=few_labels).working_bytes for name in ("model", "fp8", "nf4")
     )
     assert (eight - plain, four - plain) == (group, 2 * group)
-
-
-ATTENTION_INPUT, ATTENTION_OUTPUT, MLP_INPUT, MLP_PRODUCT = 4096, 4096, 4096, 12288
-WHOLE = ATTENTION_INPUT + MLP_INPUT + MLP_PRODUCT - ATTENTION_OUTPUT
-
-
-def float8_difference(**sections):
-    """The bytes that Qwen3-8B saves and works with, less those on a Hopper GPU, per token and layer."""
-    wide, narrow = (estimate(is_hopper=is_hopper, size=SIZE, **sections) for is_hopper in (False, True))
-    saved, worked = wide.activations_bytes - narrow.activations_bytes, wide.working_bytes - narrow.working_bytes
-    return saved / (16384 * SHAPE.num_layers), worked / 16384
-
-
-@pytest.mark.parametrize(
-    ("lora", "fewer_bytes"),
-    [
-        ({}, WHOLE),
-        ({"rank": 8}, WHOLE),
-        # three times 12 is no multiple of 8, nor is 12, but twice 12 is
-        ({"rank": 12}, MLP_INPUT),
-        ({"rank": 2}, 0),
-        ({"rank": 32}, 0),
-        ({"targets": ["q_proj", "v_proj"]}, ATTENTION_INPUT),
-        ({"targets": ["o_proj"]}, -ATTENTION_OUTPUT),
-        # q alone has another scaling than k and v: two copies
-        ({"targets": ["q_proj", "k_proj", "v_proj"], "alpha_pattern": {"q_proj": 16}}, 0),
-        # q keeps its input in bf16, k and v save it in float8 as well
-        ({"targets": ["q_proj", "k_proj", "v_proj"], "rank_pattern": {"q_proj": 32}}, -ATTENTION_INPUT),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_adapters_that_read_float8_save_their_inputs_in_one_byte(lora, fewer_bytes):
-    assert float8_difference(base={"storage": "fp8"}, lora={"rank": 16} | lora)[0] == fewer_bytes
-
-
-def test_recomputed_layers_with_float8_inputs_need_less_memory_to_work():
-    assert float8_difference(base={"storage": "fp8"}, recompute="full") == (0, WHOLE)
-
-
-def test_which_adapters_save_float8_is_what_the_kernels_support():
-    assert FLOAT8_RANK == low_rank.MAX_GRADIENT_RANK
-    assert FLOAT8_LAYERS == segmented.hopper.MAX_SEGMENTS
-    assert FLOAT8_RANK_MULTIPLE == segmented.RANK_MULTIPLE
-
-
-def test_only_adapters_of_float8_products_save_float8():
-    fp8 = {"base": {"storage": "fp8"}}
-    for other in (
-        {"base": {"storage": "model"}},
-        fp8 | {"lora": {"dropout": 0.1}},
-        fp8 | {"lora": {"dora": True}},
-        fp8 | {"precision": "fp16"},
-        {"base": {"storage": "model", "backward": "fp8"}},
-    ):
-        assert float8_difference(**other) == (0, 0)
 
 
 def test_float8_weights_kept_turned():

@@ -25,7 +25,6 @@ def event(name: str, start: float = 0, duration: float = 1, *ranges: str) -> Eve
         ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", "GEMM"),
         ("nvjet_qqtst_128x128_128x6_2x1_v_bz_coopA_TNT", "GEMM"),
         ("nvjet_tst_64x16_64x16_1x1_h_bz_TNN", "LoRA"),
-        ("lora_weight_grad", "LoRA"),
         ("nvjet_tst_8x64_64x16_4x1_v_bz_splitK_TNT", "LoRA"),
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize64x64x64", "GEMM"),
         ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>", "GEMM"),
