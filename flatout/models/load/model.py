@@ -18,7 +18,7 @@ from flatout.config.schema import BaseConfig, FullConfig, ModelConfig
 from flatout.environment import named_capability
 from flatout.errors import CheckpointError, Fix, FlatoutError, PackingError, ResourceError, UsageError, reason_of
 from flatout.io.hub import hub_errors, hub_source
-from flatout.kernels.capability import HOPPER, capability, choose_kernels_of
+from flatout.kernels.capability import choose_kernels_of
 from flatout.kernels.fp8_matmul import has_fp8
 from flatout.models.arch_quirks import choose_layout
 from flatout.models.attention import Implementation, choose_attention, register, registered_name
@@ -85,10 +85,10 @@ class Loading:
     """The scores of a model for sequence classification."""
 
 
-def gpu_features(device: torch.device) -> tuple[bool, bool, bool]:
-    """Return whether a device has bf16 and float8 arithmetic in hardware, and is a Hopper GPU; a CPU: all False."""
+def gpu_features(device: torch.device) -> tuple[bool, bool]:
+    """Return whether a device has bf16 and float8 arithmetic in hardware; a CPU has neither."""
     has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return has_bf16, has_fp8(device), capability(device) == HOPPER
+    return has_bf16, has_fp8(device)
 
 
 def resolve_precision(name: Literal["auto", "bf16", "fp16", "fp32", "fp64"], device: torch.device) -> torch.dtype:
@@ -96,7 +96,7 @@ def resolve_precision(name: Literal["auto", "bf16", "fp16", "fp32", "fp64"], dev
 
     Raises ResourceError if bf16 is requested by name on a GPU without it.
     """
-    has_bf16, *_ = gpu_features(device)
+    has_bf16, _ = gpu_features(device)
     if name == "auto":
         return torch.bfloat16 if has_bf16 else torch.float32
     if name == "bf16" and device.type == "cuda" and not has_bf16:
