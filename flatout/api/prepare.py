@@ -13,10 +13,12 @@ from flatout.config.read import make_config
 from flatout.config.shortcuts import expand
 from flatout.config.spelling import in_build_data, in_python, spelled_for
 from flatout.errors import UsageError
+from flatout.parallel.rank import Rank
+from flatout.planner.devices import Device, find_device
+from flatout.track.callback import Callback, Reporter
 
 if TYPE_CHECKING:
     from flatout.data.token_store import TokenStore
-    from flatout.track.callback import Callback
     from flatout.trainer.preview import PlanSummary
     from flatout.verifier.compare import Comparison
 
@@ -82,22 +84,26 @@ def plan(
     is loaded.
     """
     refuse_unnamed("plan", config, unnamed)
-    from flatout.parallel.rank import Rank
-    from flatout.planner.devices import find_device
-    from flatout.track.callback import Reporter
-    from flatout.trainer.planned_run import open_and_plan
-    from flatout.trainer.preview import plan_at_hand, summarize_plan
-
     if device in ("auto", "cpu", "cuda"):
         settings, device = {**settings, "device": device}, None
     gpu = None if device is None else find_device(device)
     if ranks < 1:
         raise UsageError(f"ranks is {ranks}; expected at least 1")
-    resolved, rank = resolve_config(config, settings, model=model, tokenizer=tokenizer, data=data), Rank(0, ranks)
-    if gpu is None:
-        planned, why_not = plan_at_hand(resolved, Reporter(), rank)
-        return summarize_plan(resolved, planned, why_not=why_not)
-    return summarize_plan(resolved, open_and_plan(resolved, Reporter(), rank, gpu))
+    return _plan(resolve_config(config, settings, model=model, tokenizer=tokenizer, data=data), Rank(0, ranks), gpu)
+
+
+def _plan(
+    config: schema.Config, rank: Rank, gpu: Device | None, *callbacks: Callback, tokens_per_s: float | None = None
+) -> PlanSummary:
+    """Plan for a GPU; without one for this machine's, or say why the run does not fit on it."""
+    from flatout.trainer.planned_run import open_and_plan
+    from flatout.trainer.preview import plan_at_hand, summarize_plan
+
+    reporter = Reporter(*callbacks)
+    if gpu is not None:
+        return summarize_plan(config, open_and_plan(config, reporter, rank, gpu), tokens_per_s)
+    planned, why_not = plan_at_hand(config, reporter, rank)
+    return summarize_plan(config, planned, tokens_per_s, why_not)
 
 
 def plan_config(
@@ -108,19 +114,13 @@ def plan_config(
     `callback` gets stages and events, `tokens_per_s` is a measured speed. Raises UsageError without weights.
     """
     from flatout.models.load.source import weight_files
-    from flatout.parallel.rank import Rank
-    from flatout.planner.devices import find_device
-    from flatout.track.callback import Reporter
-    from flatout.trainer.planned_run import open_and_plan
-    from flatout.trainer.preview import summarize_plan
     from flatout.trainer.steps_and_memory import gpu_of
 
     if config.model.init == "pretrained" and not weight_files(config.model.name, config.model.revision):
         raise UsageError(f"{config.model.name} has no *.safetensors weights; choose a model that has")
     rank = Rank(0, len(config.gpus or [0]))
     gpu = find_device(device) if device else gpu_of(config, rank)
-    planned = open_and_plan(config, Reporter(*[] if callback is None else [callback]), rank, gpu)
-    return summarize_plan(config, planned, tokens_per_s)
+    return _plan(config, rank, gpu, *[] if callback is None else [callback], tokens_per_s=tokens_per_s)
 
 
 @spelled_for(in_python)
