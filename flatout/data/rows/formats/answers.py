@@ -177,31 +177,24 @@ def is_ranked(row: Row) -> bool:
 
 def uses_of_choice(row: Row) -> Uses:
     """Return what rows of a choice need, and fill."""
-    needed = (*(two_answers(row.columns) or ()), better_column(row) or "")
-    return Uses((PREFIX_TOKENS,), needed, unread=_other_prompts(row))
+    return Uses((PREFIX_TOKENS,), (*(two_answers(row.columns) or ()), better_column(row) or ""))
 
 
 def uses_of_pair(row: Row) -> Uses:
     """Return what pairs need, and fill: all have a margin or scores, or none has."""
-    needed = _margin_columns(row)
-    absent = () if needed else (MARGIN, *chain(*SCORES))
-    return Uses((PREFIX_TOKENS, *[MARGIN] * bool(needed)), needed, absent, _other_prompts(row))
+    if needed := _margin_columns(row):
+        return Uses((PREFIX_TOKENS, MARGIN), needed)
+    return Uses((PREFIX_TOKENS,), absent=(MARGIN, *chain(*SCORES)))
 
 
 def uses_of_ranked(row: Row) -> Uses:
-    """Return what lists of answers need, and fill."""
-    needed = (row.name(MARGIN),) * (row.get(MARGIN) is not None)
+    """Return what lists of answers fill: margins, if they have scores."""
     items = row.columns.get(row.first(ANSWERS) or "")
-    has_margin = bool(needed) or (isinstance(items, list) and _are_scores(row, items))
-    return Uses((PREFIX_TOKENS, *[MARGIN] * has_margin), needed, unread=_other_prompts(row))
+    has_margin = isinstance(items, list) and _are_scores(row, items)
+    return Uses((PREFIX_TOKENS, *[MARGIN] * has_margin))
 
 
-def uses_of_kto(row: Row) -> Uses:
-    """Return what labelled answers fill."""
-    return Uses(("label",), unread=_other_prompts(row))
-
-
-def _other_prompts(row: Row) -> tuple[str, ...]:
+def other_prompts(row: Row) -> tuple[str, ...]:
     """Return the columns that could be a prompt, behind the one that is."""
     prompts = [name for name in map(row.name, PROMPTS) if row.columns.get(name) not in (None, "", [])]
     with_input = 2 if prompts[:2] == [row.name("instruction"), row.name("input")] else 1

@@ -78,8 +78,6 @@ class Uses:
     """Columns of the row that all rows must have, by the user's names."""
     absent: tuple[str, ...] = ()
     """Columns that no row may have, since the first does not."""
-    unread: tuple[str, ...] = ()
-    """Columns that are not read, since others say the same."""
 
 
 def kind(value: object) -> str:

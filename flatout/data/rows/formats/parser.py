@@ -21,7 +21,7 @@ from flatout.data.rows.formats.advice import (
     unread_meaning,
     unreadable,
 )
-from flatout.data.rows.formats.answers import CLASSIFY, JUDGED, MARGIN, PREFERENCES, is_choice, is_ranked
+from flatout.data.rows.formats.answers import CLASSIFY, JUDGED, MARGIN, PREFERENCES, is_choice, is_ranked, other_prompts
 from flatout.data.rows.formats.conversations import CHAT_COLUMNS, ROLE_TARGETS, TURN_KEYS, turns_at
 from flatout.data.rows.formats.fields import FieldError, Row, SourceOptions, advised, kind, unpacked
 from flatout.data.rows.formats.pictures import PICTURED_FORMATS, is_picture_column, pictures_of
@@ -145,7 +145,8 @@ def _parser_of(source: SourceConfig, first: RawRow, works: Works) -> RowParser:
     kinds = tuple((column, kind(row.columns[column])) for column in used)
     parser = RowParser(name, options, first.origin, kinds, uses.absent, columns=uses.fills)
     # to a joined text, nothing else applies
-    read = set(used) if parser.is_joined else rule.read(options).union(used) - set(uses.unread)
+    read = set(used) if parser.is_joined else rule.read(options).union(used)
+    read -= set(other_prompts(row)) if name in JUDGED else set()
     read |= set(filter(is_picture_column, row.columns)) if name in PICTURED_FORMATS else set()
     unread = tuple(column for column in row.columns if column not in read)
     return replace(parser, unread=unread, hint=unread_meaning(row, unread) if name == "alpaca" else "")

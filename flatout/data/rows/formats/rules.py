@@ -134,7 +134,7 @@ RULES: dict[str, FormatRule] = {
         (*_ASKED, *answers.COMPLETIONS),
         _TURNS,
         answers.is_labelled,
-        answers.uses_of_kto,
+        lambda row: Uses(("label",)),
         "only the answer carries loss, and its label is kept",
     ),
     "messages": FormatRule(
