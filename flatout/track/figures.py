@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, Literal, get_type_hints
 
 GIB = 2**30
+# what a rank measures under the name of the field
+SAME = "="
 # what one stored unit is as people see it: the factor and the shown unit
 _SHOWN_UNITS = {"share": (100.0, "%"), "bytes": (1 / GIB, "GiB")}
 
@@ -52,7 +54,7 @@ class Figure:
     steps: Literal["last", "mean", "rate", "sum"] = "last"
     """How the steps since the last record become one: the newest, the mean, their sum per second, or their sum."""
     measured: str = ""
-    """What each rank's RankMeter measures for it; empty for a figure that Meter computes for the whole step."""
+    """What each rank's RankMeter measures for it, or SAME; empty: Meter computes it for the whole step."""
     better: Literal["", "less", "more"] = ""
     """Which of two runs is better."""
     write: Callable[[float], str] = "{:.4g}".format
@@ -64,7 +66,7 @@ class Figure:
     chart: str = ""
     """Title of the chart of a report that draws it; empty: none."""
     label: str = ""
-    """Its name in that chart and its column's, if it is not the field's."""
+    """Its name in that chart; by default the field's words."""
     from_zero: bool = False
     """Whether the chart's axis starts at 0."""
     has_log: bool = False
@@ -96,9 +98,12 @@ def named(name: str) -> Figure:
 
 def figures_of(record_type: type[Any]) -> Table:
     """Return the rows that stand at the fields of a record, by name and in their order."""
-    hints = get_type_hints(record_type, include_extras=True)
-    notes = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
-    return MappingProxyType({name: rows[0] for name, rows in notes.items() if rows and isinstance(rows[0], Figure)})
+    rows: dict[str, Figure] = {}
+    for name, hint in get_type_hints(record_type, include_extras=True).items():
+        for row in getattr(hint, "__metadata__", ()):
+            label = row.label or name.removesuffix("_s").replace("_", " ")
+            rows[name] = replace(row, label=label, measured=name if row.measured == SAME else row.measured)
+    return MappingProxyType(rows)
 
 
 def values_of(record: Any, table: Table) -> Iterator[tuple[str, Figure, float]]:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 from flatout.errors import Fix
-from flatout.track.figures import Figure, figures_of, gib, log_line, short_time
+from flatout.track.figures import SAME, Figure, figures_of, gib, log_line, short_time
 from flatout.track.start_up import EVENT as START_UP
 from flatout.track.start_up import describe_start
 
@@ -19,8 +19,8 @@ _loss, _percent, _count = "{:.4f}".format, "{:.1%}".format, "{:,.0f}".format
 # rows that differ in few columns
 _counted = partial(Figure, ranks="sum")
 _rate = partial(Figure, unit="tokens/s", ranks="sum", steps="rate", write=_count, chart="Throughput")
-_part = partial(Figure, unit="s", ranks="mean of busy", steps="mean", chart="Step time")
-_memory = partial(Figure, unit="bytes", ranks="max", write=gib, is_smooth=True)
+_part = partial(Figure, unit="s", ranks="mean of busy", steps="mean", chart="Step time", measured=SAME)
+_memory = partial(Figure, unit="bytes", ranks="max", write=gib, is_smooth=True, measured=SAME)
 _of_routers = partial(Figure, ranks="sum", chart="Losses of routers")
 
 
@@ -58,9 +58,7 @@ class StepRecord:
     )]  # fmt: skip
     label_tokens_per_s: Annotated[float, _rate("tokens that carry loss", line="{} label tok/s", label="label tokens")]
     step_s: Annotated[float, Figure("time of a step", "s", steps="mean", better="less", write=short_time)]
-    data_wait_s: Annotated[float, _part(
-        "time the host waits for tokens", ranks="mean", label="data wait", measured="data_wait_s",
-    )]  # fmt: skip
+    data_wait_s: Annotated[float, _part("time the host waits for tokens", ranks="mean")]
     flops_per_s: Annotated[float, Figure(
         "useful FLOPs: real tokens, shared ones once, attention by document, the head on label tokens only, no "
         "gradient of frozen weights, no recomputation, but forward passes that the objective needs before the step",
@@ -78,7 +76,7 @@ class StepRecord:
     balance: Annotated[float, Figure("mean / max of the ranks' planned FLOPs", "share", write=_percent)]
     peak_memory_bytes: Annotated[int, _memory(
         "memory allocated at peak; on a CPU, the resident size for all figures of memory", better="less", line="{}",
-        console=5, chart="Memory", label="peak", from_zero=True, measured="peak_memory_bytes",
+        console=5, chart="Memory", label="peak", from_zero=True,
     )]  # fmt: skip
     elapsed_s: Annotated[float, Figure("time of all steps of the run so far", "s", steps="sum", write=short_time)]
     busy_min_s: Annotated[float | None, Figure("least of rank_busy_s", "s")] = None
@@ -94,36 +92,29 @@ class StepRecord:
     tokens_per_s_per_rank: Annotated[float, Figure("tokens_per_s / num_ranks", "tokens/s", steps="rate")] = 0.0
     forward_s: Annotated[float, _part(
         "forward passes. Times of passes and updates come from device events that have passed, so they are those of "
-        "a step up to two earlier", label="forward", measured="forward_s",
+        "a step up to two earlier",
     )] = 0.0  # fmt: skip
-    backward_s: Annotated[float, _part("backward passes", label="backward", measured="backward_s")] = 0.0
+    backward_s: Annotated[float, _part("backward passes")] = 0.0
     gradient_sum_s: Annotated[float, _part(
-        "the sum of gradients over ranks, as far as the backward pass does not hide it", label="gradient sum",
-        measured="gradient_sum_s",
+        "the sum of gradients over ranks, as far as the backward pass does not hide it",
     )] = 0.0  # fmt: skip
-    checkpoint_wait_s: Annotated[float, _part(
-        "time the update waits for a save's copy", label="checkpoint wait", measured="checkpoint_wait_s",
-    )] = 0.0  # fmt: skip
-    optimizer_s: Annotated[float, _part("the update", label="optimizer", measured="optimizer_s")] = 0.0
-    memory_bytes: Annotated[int, _memory(
-        "memory allocated at the end of the step", chart="Memory", label="now", measured="memory_bytes",
-    )] = 0  # fmt: skip
-    reserved_memory_bytes: Annotated[int, _memory(
-        "memory reserved at the end of the step", measured="reserved_memory_bytes",
-    )] = 0  # fmt: skip
+    checkpoint_wait_s: Annotated[float, _part("time the update waits for a save's copy")] = 0.0
+    optimizer_s: Annotated[float, _part("the update")] = 0.0
+    memory_bytes: Annotated[int, _memory("memory allocated at the end of the step", chart="Memory", label="now")] = 0
+    reserved_memory_bytes: Annotated[int, _memory("memory reserved at the end of the step")] = 0
     peak_reserved_memory_bytes: Annotated[int, _memory(
-        "memory reserved at peak", chart="Memory", label="peak reserved", measured="peak_reserved_memory_bytes",
+        "memory reserved at peak", chart="Memory", label="peak reserved",
     )] = 0  # fmt: skip
     mean_peak_memory_bytes: Annotated[int, _memory(
         "memory allocated at peak", ranks="mean", measured="peak_memory_bytes",
     )] = 0  # fmt: skip
     gpu_watts: Annotated[float | None, Figure(
         "power as the driver counts it, read at most once a second; null where it does not", "W", ranks="sum",
-        chart="GPU power", label="power", from_zero=True, measured="gpu_watts",
+        chart="GPU power", label="power", from_zero=True, measured=SAME,
     )] = None  # fmt: skip
     gpu_use: Annotated[float | None, Figure(
         "share of time with a kernel running, as the driver counts it; null where it does not", "share",
-        ranks="mean", write=_percent, chart="GPU use", label="use", from_zero=True, measured="gpu_use",
+        ranks="mean", write=_percent, chart="GPU use", label="use", from_zero=True, measured=SAME,
     )] = None  # fmt: skip
     eta_s: Annotated[float, Figure(
         "time to completion, without later evaluations and saves", "s", write=short_time, line="{} left", console=2,
