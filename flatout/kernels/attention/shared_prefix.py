@@ -95,6 +95,7 @@ def add_prefix_gradients(
             num_processors=torch.cuda.get_device_properties(q.device).multi_processor_count,
         )  # fmt: skip
         return
+    q, output_grad, output = (tensor.to(log_sums.dtype) for tensor in (q, output_grad, output))
     for queries, own in _pairs(shared, rows.start):
         scores, wide_keys, wide_values = _scores(q[queries], k[own], v[own], scale)
         weights = (scores - log_sums[queries].T[..., None]).exp()
@@ -119,6 +120,7 @@ def _pairs(shared: SharedPrefixes, offset: int) -> Iterator[tuple[slice, slice]]
 
 
 def _scores(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the scores (H, T, S), and keys and values (S, H, D) by query head."""
-    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
-    return torch.einsum("thd,shd->hts", q, k) * scale, k, v
+    """Return the scores (H, T, S), and keys and values (S, H, D) by query head, in at least fp32."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    k, v = (tensor.to(wide).repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
+    return torch.einsum("thd,shd->hts", q.to(wide), k) * scale, k, v
