@@ -19,7 +19,6 @@ from flatout.models.compile.layers import import_compiler
 from flatout.models.gradient_paths import freeze_named, unreached_parameters
 from flatout.models.load.model import LoadedModel, Loading, load_model, weight_dtype_of
 from flatout.models.load.sharded import DeferredWeights
-from flatout.models.lora.adapter import adapter_config
 from flatout.models.masters import Dither
 from flatout.models.pictures import batch_of, check_pictures, read_with_own_attention
 from flatout.models.selftest import prove_layout
@@ -28,7 +27,7 @@ from flatout.track.callback import Reporter
 from flatout.trainer.picture_inputs import PictureMaker, processor_of, require_trainable
 from flatout.trainer.planned_run import PlannedRun
 from flatout.trainer.state import Setup
-from flatout.trainer.trainable import make_trainable
+from flatout.trainer.trainable import make_trainable, prove_read_by_peft
 
 T = TypeVar("T")
 
@@ -125,8 +124,7 @@ def _set_up_trained(setup: Setup, loaded: LoadedModel) -> None:
     make_trainable(loaded.model, config, setup.planned.data.new_token_ids, reporter.stage)
     if config.method != "lora":
         return
-    spelled = adapter_config(loaded.model, config.lora, base_name=config.model.name)
-    if by_weight := len(spelled["target_parameters"] or ()):
+    if by_weight := prove_read_by_peft(loaded.model, config):
         line = f"{by_weight} layers are exported as target_parameters, which PEFT needs for this model"
         reporter.stage("lora", line)
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from xxhash import xxh3_128_hexdigest
 
 from flatout.checkpoint.optimizer_state import state_sizes
 from flatout.config.schema import Config
 from flatout.data.tokenizer import new_token_ids
+from flatout.environment import checks_again
 from flatout.errors import ResourceError
 from flatout.io.durable_io import DurableIO
+from flatout.io.kept_facts import KeptFacts, code_identity, find_facts, keep_facts
 from flatout.models.attention import choose_attention
 from flatout.models.experts.router import Routers, prepare_biases
 from flatout.models.load.inference import saved_scoring
 from flatout.models.load.model import read_config, resolve_precision, weight_dtype_of
 from flatout.models.load.source import check_source, read_model_config
-from flatout.models.lora.adapter import adapter_config, load_adapter
+from flatout.models.lora.adapter import adapter_config, adapter_parameters, load_adapter
 from flatout.models.lora.layer import add_lora, freeze, freeze_unreached
 from flatout.models.lora.saved import rows_of_tokens
 from flatout.models.scoring import ONE_SCORE
@@ -28,8 +31,6 @@ from flatout.objectives.protocol import Objective
 from flatout.trainer.model_shape import build_empty
 
 CPU = torch.device("cpu")
-# shapes and settings whose adapters PEFT reads, as this process has found
-_READ_BY_PEFT: set[str] = set()
 
 
 def make_trainable(
@@ -59,6 +60,26 @@ def make_trainable(
         report("freeze", unreached)
 
 
+def prove_read_by_peft(model: PreTrainedModel, config: Config) -> int:
+    """Return how many layers PEFT needs as `target_parameters` to read the adapter, now and not after the last step.
+
+    That follows from shapes, settings and packages, and takes a second or two, so it is remembered for later starts.
+    Raises UsageError as `adapter_config` does.
+    """
+    key: dict[str, Any] = {
+        **code_identity(),
+        "model": json.dumps(model.config.to_dict(), default=str, sort_keys=True),
+        "settings": json.dumps(config.lora.model_dump(mode="json")),
+        "tensors": {name: list(tensor.shape) for name, tensor in adapter_parameters(model).items()},
+    }
+    known = None if checks_again() else find_facts("adapter", key)
+    if known is None:
+        spelled = adapter_config(model, config.lora, base_name=config.model.name)
+        known = KeptFacts({"num_by_weight": len(spelled["target_parameters"] or ())}, "")
+        keep_facts("adapter", key, known.facts)
+    return int(known.facts["num_by_weight"])
+
+
 def check_start(config: Config, objective: Objective, *, on_cpu: bool, reads_peft: bool) -> PreTrainedModel:
     """Return the trained model without weights, on the meta device.
 
@@ -85,10 +106,8 @@ def check_start(config: Config, objective: Objective, *, on_cpu: bool, reads_pef
     model = build_empty(values, f"{name}/config.json", labels=labels, num_rows=num_rows)
     make_trainable(model, config, token_ids)
     if is_lora:
-        key = xxh3_128_hexdigest(repr([values, config.lora, config.model.trained_parts, token_ids, labels]).encode())
-        if reads_peft and key not in _READ_BY_PEFT:
-            adapter_config(model, config.lora, base_name=name)
-            _READ_BY_PEFT.add(key)
+        if reads_peft:
+            prove_read_by_peft(model, config)
         if reference is not None:
             load_adapter(model, reference)
     Routers(model, config.experts)

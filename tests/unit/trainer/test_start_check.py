@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shlex
 import shutil
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,7 +17,10 @@ import flatout
 from flatout.cli.main import main
 from flatout.config.read import dump_config
 from flatout.errors import UsageError
+from flatout.models.load.source import read_model_config
+from flatout.trainer.model_shape import build_empty
 from flatout.trainer.run import train
+from flatout.trainer.trainable import make_trainable, prove_read_by_peft
 from tests.usual import usual
 
 # setting, what is said, and what is accepted instead
@@ -149,6 +154,31 @@ def test_what_peft_cannot_read_is_said_by_plan(tiny, tmp_path, capsys):
     assert code == 2
     assert "cannot read adapters of model.layers.1.mlp.shared_experts" in message
     assert said_by("train", path, [], capsys) == (code, message)
+
+
+def test_what_peft_reads_is_asked_once_and_again_for_other_settings(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("FLATOUT_CHECK_AGAIN", raising=False)
+    empty = build_empty(read_model_config(str(tiny.model_dir), None), "config.json")
+
+    def prove(**lora):
+        config, model = tiny.config(tmp_path / "run", lora=lora), copy.deepcopy(empty)
+        make_trainable(model, config, ())
+        return prove_read_by_peft(model, config)
+
+    assert prove(rank=4) == 0
+
+    def refuse(*_, **__):
+        raise ValueError("asked")
+
+    monkeypatch.setattr(peft, "PeftModel", refuse)
+    assert prove(rank=4) == 0
+    for _ in range(2):  # what was refused is not remembered
+        with pytest.raises(UsageError, match="asked"):
+            prove(rank=8)
+    monkeypatch.setenv("FLATOUT_CHECK_AGAIN", "1")
+    with pytest.raises(UsageError, match="asked"):
+        prove(rank=4)
 
 
 def test_an_adapter_is_no_model_and_the_message_names_both(tiny, places, tmp_path, capsys):
