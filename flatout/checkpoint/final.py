@@ -94,7 +94,7 @@ def verify_file(path: Path, facts: FileFacts, explain: Callable[[], None] = lamb
         return
     explain()
     if digest_now.size_bytes != facts.size_bytes:
-        sizes = f"found {digest_now.size_bytes:,} bytes, expected {facts.size_bytes:,}"
-        raise CheckpointError(f"{path}: {sizes}; it was truncated, replaced or edited")
-    hashes = f"found xxh3 {digest_now.xxh3}, expected {facts.xxh3}"
-    raise CheckpointError(f"{path}: its content does not match its hash ({hashes}); it was damaged or edited")
+        why = f"found {digest_now.size_bytes:,} bytes, expected {facts.size_bytes:,}"
+    else:
+        why = f"its content does not match its hash (found xxh3 {digest_now.xxh3}, expected {facts.xxh3})"
+    raise CheckpointError(f"{path}: {why}; it was damaged or edited")
