@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
@@ -66,15 +66,6 @@ def load(source: Path, kernel: str, macros: Mapping[str, int], shared_bytes: int
     shared = bindings.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     _ok(bindings.cuFuncSetAttribute(function, shared, shared_bytes))
     return int(function)
-
-
-def error_of(load_kernel: Callable[..., None], *args: Any, **options: Any) -> Exception | None:
-    """Call a function that loads a kernel; return why it failed, or None."""
-    try:
-        load_kernel(*args, **options)
-    except (ImportError, OSError, RuntimeError) as error:
-        return error.with_traceback(None)
-    return None
 
 
 @cache

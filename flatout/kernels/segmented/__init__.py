@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from flatout.kernels.capability import HOPPER, capability
-from flatout.kernels.cuda_source import error_of, in_aligned_rows
+from flatout.kernels.cuda_source import in_aligned_rows
 from flatout.kernels.operators import define_operator
 from flatout.kernels.segmented import hopper, reference
 from flatout.kernels.segmented.reference import Segments
@@ -45,7 +45,12 @@ def fits(
 @cache
 def load_error(device: torch.device, *, fp8: bool) -> Exception | None:
     """Return why a Hopper GPU cannot run the kernel, which is compiled and loaded; None if it can, or elsewhere."""
-    return error_of(hopper.load, device, fp8=fp8) if capability(device) == HOPPER else None
+    try:
+        if capability(device) == HOPPER:
+            hopper.load(device, fp8=fp8)
+    except (ImportError, OSError, RuntimeError) as error:
+        return error.with_traceback(None)
+    return None
 
 
 def segmented_product(
