@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from flatout.config.folders import free_folder
 from flatout.config.schema import DataConfig
-from flatout.data import registry
+from flatout.data import registry, token_store
 from flatout.data.build_report import BuildReport, timed
 from flatout.data.columns import PICTURES
 from flatout.data.conversation import Conversation
@@ -38,7 +38,7 @@ from flatout.data.rows.formats.advice import with_sources
 from flatout.data.rows.sources import RowSource, local_source, open_source
 from flatout.data.store_writer import StoreWriter, append_chunk, new_store
 from flatout.data.templates.template import template_text
-from flatout.data.token_store import MANIFEST, MASK_RULES, StoreMeta, TokenStore, with_mask_rules
+from flatout.data.token_store import MANIFEST, StoreMeta, TokenStore, with_mask_rules
 from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
 from flatout.data.tokenizer import TokenizerFacts, has_no_template, load_tokenizer, tokenizer_facts, tokenizer_of
 from flatout.data.workers import ROWS_PER_CHUNK, Chunk, Problem, tokenize_chunks, usable_procs
@@ -358,8 +358,8 @@ def _with_rows(meta: StoreMeta, report: BuildReport, to_tokens: SampleTokenizer,
         meta,
         end_of_turn=to_tokens.masker.end_of_turn(),
         template_facts=to_tokens.description,
-        mask_rules=MASK_RULES,
-        fingerprint=with_mask_rules(meta.fingerprint, MASK_RULES),
+        mask_rules=token_store.MASK_RULES,
+        fingerprint=with_mask_rules(meta.fingerprint, token_store.MASK_RULES),
     )
 
 
