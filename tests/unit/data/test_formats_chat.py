@@ -261,3 +261,11 @@ def test_a_parser_is_a_value_that_other_processes_can_get():
     parser = make_parser(SourceConfig(path="x.jsonl", roles={"Agent": "user"}), raw)
     assert pickle.loads(pickle.dumps(parser)).parse(raw) == parser.parse(raw)
     assert parser.summary == "messages rows (messages); ignored: id"
+
+
+def test_a_chat_in_one_text_has_its_turns_where_texts_are_joined_too():
+    raw = RawRow(Origin("train.jsonl", 1), {"conversations": "Human: q\n\nAssistant: a"})
+    parser = make_parser(SourceConfig(path="train.jsonl"), raw)
+    sample = replace(parser, options=replace(parser.options, joins=True)).parse(raw)
+    assert sample == parser.parse(raw)
+    assert len(sample.messages) == 2

@@ -232,7 +232,7 @@ class TurnReader:
         Raises FieldError with the turn's index, counted from 0 as in JSON.
         """
         if isinstance(value, str) and value and (role or spoken_turns(value)):
-            self._read_text(text_at(value, place), place, role or "user")
+            self._read_text(text_at(value, place), place, role)
             return
         if role and value is not None and not isinstance(value, list | dict | str):
             raise FieldError(f"{place} is {kind(value)}; expected a text, a turn, or a list of turns")
@@ -251,13 +251,13 @@ class TurnReader:
         for index, turn in enumerate(turns):
             self._turn(turn, f"{place}[{index}]")
 
-    def _read_text(self, text: str, place: str, role: Role) -> None:
-        spoken = spoken_turns(text, role)
-        if self.options.joins and spoken:
+    def _read_text(self, text: str, place: str, role: Role | None) -> None:
+        spoken = spoken_turns(text, role or "user")
+        if self.options.joins and spoken and role:
             cut = text.rfind(SPOKEN) + len(SPOKEN) if role == "assistant" and spoken[1:] else 0
             spoken = [Message("user", text[:cut]), Message(role, text[cut:])][not cut :]
         self.is_spoken = bool(spoken) and not self.options.joins and text.rstrip().endswith(SPOKEN)
-        for message in spoken or [Message(role, text)]:
+        for message in spoken or [Message(role or "user", text)]:
             self.add(message, place)
 
     def _turn(self, turn: object, place: str) -> None:
