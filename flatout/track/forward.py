@@ -166,8 +166,8 @@ class Delivery(Thread):
     def __init__(self, run: TrackedRun, name: str, *, retries: bool = True, log: Log = lambda text: None) -> None:
         super().__init__(name=name, daemon=True)
         self._run, self._retries, self._log = run, retries, log
-        # what was given to the tracker; its file has what is confirmed
-        self._given = read_cursor(run.folder, name)
+        # what was given to the tracker, and what it has confirmed; the file of the latter may wait for a full disk
+        self._given = self._confirmed = read_cursor(run.folder, name)
         self._tracker: Tracker | None = None
         self._end: RunEnd | None = None
         self._has_ended = Event()
@@ -194,7 +194,7 @@ class Delivery(Thread):
                 self.trouble = trouble
                 self._log(f"{self.name}: {details}")
                 with suppress(ResourceError):  # a full disk is the trouble already
-                    self._confirm(replace(read_cursor(self._run.folder, self.name), trouble=trouble))
+                    self._confirm(replace(self._confirmed, trouble=trouble))
             if trouble and not self._retries:
                 return
             # wakes up when the end becomes known
@@ -204,20 +204,18 @@ class Delivery(Thread):
     def _send(self, end: RunEnd | None) -> None:
         """Send what is new, and the end. Raises what the tracker's client raises."""
         if self._tracker is None:
-            self._given = read_cursor(self._run.folder, self.name)
+            self._given = self._confirmed
         files = new_lines(self._run.folder, self._given)
         is_behind = any(file.path.exists() and file.path.stat().st_size > file.offset for file in files.values())
         if end is not None and not is_behind and self._given.ended_at == end.ended_at:
             return
         tracker = self._tracker = self._tracker or self._open()
         for name, file in files.items():
-            before = self._given
             for count, line in enumerate(file.new_lines(), 1):
                 self._give(tracker, line, name, file.offset)
-                if count % RECORDS_PER_FLUSH == 0 and tracker.flush():
-                    self._confirm(self._given)
-            if self._given is not before and tracker.flush():
-                self._confirm(self._given)
+                if count % RECORDS_PER_FLUSH == 0:
+                    self._flush(tracker)
+            self._flush(tracker)
         if end is not None:
             tracker.on_end(replace(end, why=self._run.clean(end.why)))
             self._given = replace(self._given, ended_at=end.ended_at)
@@ -243,7 +241,12 @@ class Delivery(Thread):
                 self.num_sent += 1
         self._given = replace(self._given, sent_bytes={**self._given.sent_bytes, file: offset}, last_steps=last_steps)
 
+    def _flush(self, tracker: Tracker) -> None:
+        if tracker.flush() and self._given != self._confirmed:
+            self._confirm(self._given)
+
     def _confirm(self, cursor: Cursor) -> None:
+        self._confirmed = cursor
         DurableIO().write_json(self._run.folder / "trackers" / f"{self.name}.json", asdict(cursor))
 
 
@@ -362,6 +365,7 @@ def forward(run: TrackedRun, parent: int) -> bool:
 def main(folder: Path, parent: int) -> int:
     """Send a run's records beside it; return 0 if all was sent."""
     os.nice(10)  # training comes first where cores are few
+    os.umask(0o077)
     run = TrackedRun.read(folder)
     with run.sending(2 * run.linger_s):
         try:

@@ -14,7 +14,7 @@ import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import pytest
 import torch  # noqa: F401  (its import is no part of a test's time)
@@ -22,10 +22,13 @@ import torch  # noqa: F401  (its import is no part of a test's time)
 from flatout.cli.main import main
 from flatout.config.read import dump_config, make_config
 from flatout.config.track import TrackerName
-from flatout.errors import DataError, ProblemsError, UsageError
+from flatout.errors import DataError, ProblemsError, ResourceError, UsageError
+from flatout.io.durable_io import DurableIO
 from flatout.io.redact import redacted, secrets_of
 from flatout.track import forward
 from flatout.track.forward import read_cursor
+from flatout.track.record import StepRecord
+from flatout.track.tracker import Tracker
 from flatout.track.trackers import TRACKERS, require_installed
 from tests.unit.track.service import Service
 
@@ -288,3 +291,52 @@ def test_secrets_are_found_by_the_names_of_variables():
     secrets = secrets_of({**env, "X_TOKEN": "no"})
     assert sorted(secrets) == ["0123456", "hf_abcdef", "sixsix"]
     assert redacted({"a": ["x hf_abcdef y", "keyboard"]}, secrets) == {"a": ["x *** y", "keyboard"]}
+
+
+class Counting(Tracker):
+    """A service that takes everything, and does not replace a step that it gets twice."""
+
+    steps: ClassVar[list[int]] = []
+    replaces_steps = True
+
+    def on_step(self, record: StepRecord) -> None:
+        self.steps.append(record.step)
+
+    def flush(self) -> bool:
+        return True
+
+
+def test_what_a_full_disk_could_not_note_is_not_sent_again(tiny, tmp_path, monkeypatch):
+    from flatout.trainer.run import train
+
+    run = tmp_path / "run"
+    train(tiny.config(run, batch={"max_steps": 3}))
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text(lines[0])
+    write_json, is_full = DurableIO.write_json, False
+
+    def write_or_refuse(self, path, value):
+        if is_full:
+            raise ResourceError("no space left on device")
+        write_json(self, path, value)
+
+    monkeypatch.setattr(DurableIO, "write_json", write_or_refuse)
+    monkeypatch.setitem(sys.modules, "counting", sys.modules[__name__])
+    monkeypatch.setattr(forward, "TRACKERS", {"mlflow": ("mlflow", "counting.Counting")})
+    monkeypatch.setattr(forward, "FOLLOW_S", 0.01)
+    (run / "trackers").mkdir()
+    sending = forward.Delivery(forward.TrackedRun.read(run), "mlflow")
+    sending.start()
+    until(lambda: Counting.steps == [1] or sending.trouble)
+    assert sending.trouble is None
+    is_full = True
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(lines[1])
+    until(lambda: sending.trouble)
+    is_full = False
+    until(lambda: not sending.trouble)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(lines[2])
+    sending.finish(forward.TrackedRun.read(run).end())
+    until(lambda: sending.is_complete)
+    assert Counting.steps == [1, 2, 3]
