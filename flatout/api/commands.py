@@ -30,8 +30,8 @@ class Verb:
     """What it does, in a few words."""
     arguments: Callable[[ArgumentParser], None]
     """Adds its arguments to a parser."""
-    run: Callable[[Namespace], int]
-    """Does it and returns the exit code. It imports what takes long, since `flatout --help` loads every verb."""
+    run: Callable[[Namespace], int | None]
+    """Does it and returns the exit code, if it is not 0. Imports what is slow: `flatout --help` loads every verb."""
     example: str = ""
     """What follows the name in the example of its help and errors."""
     takes_overrides: bool = False

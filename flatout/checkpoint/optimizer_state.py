@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from flatout.checkpoint.read import CheckpointTensors
 from flatout.config.optim import OptimConfig, OptimizerTraits
-from flatout.errors import CheckpointError, UsageError
+from flatout.errors import CheckpointError
 from flatout.optim.adamw_8bit import AdamW8bit, block_size
 from flatout.optim.flat import owners
+from flatout.optim.own import require_state
 from flatout.parallel.shards import as_global, is_sharded, local_shard_of
 from flatout.parallel.strategies.protocol import EngineState, Strategy
 
@@ -46,15 +47,10 @@ def optimizer_state(
             state = engine.state_of(parameter)
             tensors |= {f"{name}/{key}": value.cpu() for key, value in state.items() if keep}
         return tensors
-    traits: OptimizerTraits | None = getattr(optimizer, "traits", None)
     for name, (owner, offset) in owners(named, optimizer).items():
         parameter = named[name]
         state = {key: value for key, value in optimizer.state.get(owner, {}).items() if value is not None}
-        if traits and state and state.keys() != traits.state_keys:
-            raise UsageError(
-                f"optim.path: the state of {type(optimizer).__name__} has {', '.join(sorted(state))} for {name}, but "
-                f"its `traits` say {', '.join(sorted(traits.state_keys))}; correct them"
-            )
+        require_state(optimizer, state)
         for key, value in state.items():
             is_part = owner is not parameter and key != "step"
             part = value[offset : offset + parameter.numel()].view(parameter.shape) if is_part else value

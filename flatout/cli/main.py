@@ -71,7 +71,7 @@ def _parse_and_run(verb: Verb | None, words: Sequence[str]) -> int:
     if left:
         args.parser.error(f"it has no place for {shlex.join(left)}")
     with exits_refused():
-        return int(verb.run(args))
+        return int(verb.run(args) or 0)
 
 
 def _print_overview() -> int:

@@ -90,6 +90,8 @@ class Parser(argparse.ArgumentParser):
         try:
             return super()._match_argument(action, arg_strings_pattern)
         except argparse.ArgumentError:
+            if action.nargs is not None:
+                raise
             self.error(f"{_name_of(action)} needs a value: {action.help}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:

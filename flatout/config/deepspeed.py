@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 from flatout.config.optim import OPTIMIZERS
@@ -118,7 +119,7 @@ def fill(config: Settings, *, num_ranks: int, precision: str) -> dict[str, Any]:
     if problems := list(_problems(given, [*owned, *_replaced(config)], precision)):
         raise ValueError("; ".join(problems))
     filled = {name: value for name, value in _without_auto(given).items() if name not in _REPLACED}
-    values = {name: value for name, value in _DEFAULTS.items() if _get(filled, name) is None}
+    values = {name: deepcopy(value) for name, value in _DEFAULTS.items() if _get(filled, name) is None}
     for name, value in {**values, **{entry.name: entry.sent for entry in owned}}.items():
         *sections, last = name.split(".")
         holder = filled

@@ -17,7 +17,7 @@ from typing import Any, Self
 from xxhash import xxh3_128_hexdigest
 
 from flatout.environment import studio_folders
-from flatout.errors import OF_OWN_CODE, FlatoutError, SecurityError, UsageError
+from flatout.errors import OF_OWN_CODE, DataError, FlatoutError, SecurityError, UsageError
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -26,18 +26,26 @@ MAX_FILE_BYTES = 1 << 20
 def own_code_errors(path: Path, what: str, end: str = "") -> Iterator[None]:
     """Raise what the code of a person's file raises in the block as a UsageError that names its line.
 
-    Memory that runs out, and what else has an exit code of its own, stays as it is.
+    Memory that runs out, faults of a GPU, and ranks that are lost in a collective stay as they are: they are no mistake
+    of the code, and a restart may help.
     """
     try:
         yield
-    except UsageError as error:
+    except (UsageError, DataError) as error:
         raise error.at(path) from error
     except OF_OWN_CODE as error:
-        # torch.OutOfMemoryError, without importing torch
-        if isinstance(error, FlatoutError | MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        if isinstance(error, FlatoutError | MemoryError) or _is_of_the_machine(error):
             raise
         what = f"the {what}'s own code failed with {type(error).__name__}: {error}{end}"
         raise UsageError(f"{path}{line_of(error, path)}: {what}") from error
+
+
+def _is_of_the_machine(error: BaseException) -> bool:
+    """Whether a GPU or a collective failed, without importing torch; gloo raises RuntimeErrors."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    modules = {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)}
+    is_collective = any(module.startswith("torch.distributed") for module in modules)
+    return is_collective or bool(kinds & {"OutOfMemoryError", "AcceleratorError"}) or "CUDA error" in str(error)
 
 
 def line_of(error: BaseException, path: Path) -> str:
@@ -123,7 +131,7 @@ def _module(path: Path, content: bytes, digest: str, what: str) -> ModuleType:
     try:
         with own_code_errors(path, what):
             spec.loader.exec_module(module)
-    except UsageError:
+    except BaseException:
         del sys.modules[name]
         raise
     finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,8 +20,34 @@ def make_own(groups: ParamGroups, config: OptimConfig) -> torch.optim.Optimizer:
     own, make = _code(config), load_class(config)
     with own.errors():
         optimizer: torch.optim.Optimizer = make(groups, config)
-    optimizer.step = own.errors()(optimizer.step)  # type: ignore[method-assign]
+    # not the optimizer itself, which a cycle would keep until the collector runs, with its moments on the GPU
+    of_optimizer, is_checked = weakref.ref(optimizer), False
+
+    def step(*args: Any) -> Any:
+        nonlocal is_checked
+        alive = of_optimizer()
+        assert alive is not None
+        with own.errors():
+            result = make.step(alive, *args)
+        if not is_checked:  # after the first update, not at the first save
+            for state in alive.state.values():
+                require_state(alive, state)
+            is_checked = True
+        return result
+
+    optimizer.step = step  # type: ignore[assignment, method-assign]
     return optimizer
+
+
+def require_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Raise UsageError if a parameter's state is not what the traits of a person's own class say."""
+    traits: OptimizerTraits | None = getattr(optimizer, "traits", None)
+    keys = {key for key, value in state.items() if value is not None}
+    if traits and keys and keys != traits.state_keys:
+        raise UsageError(
+            f"optim.path: the state of {type(optimizer).__name__} has {', '.join(sorted(keys))}, but its `traits` say "
+            f"{', '.join(sorted(traits.state_keys))}; correct them"
+        )
 
 
 def _code(config: OptimConfig) -> OwnCode:

@@ -133,10 +133,11 @@ def test_what_it_does_not_read_or_cannot_do_is_refused(tiny, tmp_path, lion):
     with pytest.raises(UsageError, match="OptimizerTraits"):
         train(config_of(tiny, tmp_path / "run", path=lion))
     assert not (tmp_path / "run" / "checkpoints").exists()
-    # what could not be loaded again is not saved
+    # what could not be loaded again ends the run at its first update, not at its first save
     (tmp_path / "lion.py").write_text(LION.replace('"exp_avg"', '"momentum"', 1))
-    with pytest.raises(UsageError, match=r"has exp_avg .*`traits` say momentum"):
+    with pytest.raises(UsageError, match=r"has exp_avg, but its `traits` say momentum"):
         train(config_of(tiny, tmp_path / "odd", path=lion))
+    assert not [line for line in (tmp_path / "odd" / "metrics.jsonl").read_text().splitlines() if '"step": 2' in line]
     (tmp_path / "lion.py").write_text(LION)
     sections = {"model": {"name": "m"}, "optim": {"path": lion}}
     with pytest.raises(ProblemsError, match=r"optim\.path"):
