@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -272,8 +273,8 @@ class _Worker:
 def _in_processes(
     chunks: Iterator[Chunk], options: TokenizeOptions, num_procs: int
 ) -> Iterator[tuple[Chunk, TokenizedChunk]]:
-    # a new process: forking this one with its threads (torch, tokenizers, the console's) can deadlock; it is in a group
-    # of its own, as Ctrl-C is for the parent
+    # a new process: forking this one with its threads (torch, tokenizers, the console's) can deadlock; it ends with
+    # this one's group, but Ctrl-C, which it inherits as blocked, is for this one
     pipes = [Pipe() for _ in range(num_procs)]
     fds = [theirs.fileno() for _, theirs in pipes]
     command = [sys.executable, "-P", "-c", _SERVING, json.dumps(sys.path), *map(str, fds)]
@@ -282,7 +283,11 @@ def _in_processes(
 
     first = None
     try:
-        first = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds, process_group=0)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            first = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for _, theirs in pipes:
             theirs.close()
         with suppress(OSError):  # it died; its first chunk says so

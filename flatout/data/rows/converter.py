@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from xxhash import xxh3_128_hexdigest
@@ -77,21 +78,31 @@ def converted(source: RowSource, config: SourceConfig, log: Callable[[str], None
 
 def _imported(code: OwnCode) -> dict[str, str]:
     """Return the files in the folder of code that it imports, and that these import, with their hashes; runs none."""
-    digests, unread = dict[str, str](), [code.content]
+    digests, unread = dict[str, str](), [(code.path.parent, code.content)]
     while unread:
-        names = list[str]()
+        folder, content = unread.pop()
         with suppress(SyntaxError, ValueError):  # told when it runs
-            for node in ast.walk(ast.parse(unread.pop())):
-                if isinstance(node, ast.Import):
-                    names += [each.name for each in node.names]
-                elif isinstance(node, ast.ImportFrom) and node.module:
-                    names += [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
-        for module in (code.path.parent.joinpath(*name.split(".")) for name in names):
-            for file in (module.with_name(f"{module.name}.py"), module / "__init__.py"):
-                if str(file) not in digests and file.is_file():
-                    unread.append(file.read_bytes())
-                    digests[str(file)] = xxh3_128_hexdigest(unread[-1])
+            for module in _modules(ast.parse(content), folder, code.path.parent):
+                for file in (module.with_name(f"{module.name}.py"), module / "__init__.py"):
+                    # what may not be read is no module of this code: another user's folder in /tmp
+                    with suppress(OSError):
+                        if str(file) not in digests and file.is_file():
+                            unread.append((file.parent, file.read_bytes()))
+                            digests[str(file)] = xxh3_128_hexdigest(unread[-1][1])
     return digests
+
+
+def _modules(tree: ast.AST, folder: Path, root: Path) -> Iterator[Path]:
+    """Yield where each module and package that code in `folder` imports would be, without `.py`."""
+    for node in ast.walk(tree):
+        names, start = list[str](), root
+        if isinstance(node, ast.Import):
+            names = [each.name for each in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = [root, folder, *folder.parents][node.level]
+            names = [".".join(filter(None, [node.module, each.name])) for each in node.names]
+        for parts in (name.split(".") for name in names):
+            yield from (start.joinpath(*parts[:count]) for count in range(1, len(parts) + 1))
 
 
 def _results(code: OwnCode, rows: Iterable[RawRow]) -> Iterator[tuple[SourceRow, Any]]:

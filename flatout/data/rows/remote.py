@@ -135,7 +135,6 @@ class _Reader(AbstractBufferedFile):  # type: ignore[misc]  # fsspec is untyped
 
     def __init__(self, file: RemoteFile) -> None:
         self._file = file
-        self._opened: IO[bytes] | None = None
         super().__init__(file.files, file.stat.path, block_size=_BLOCK_BYTES, size=file.stat.size)
 
     def _fetch_range(self, start: int, end: int) -> bytes:

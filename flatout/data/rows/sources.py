@@ -201,7 +201,7 @@ def _found(shown: str, files: Mapping[Any, PurePath]) -> Found:
         {file: files[file] for file in files if holds[file]}, [str(one) for one in files if holds[one] is False]
     )
     if not listing.files:
-        raise DataError(f"{shown}: no data files in this folder; known types: {_TYPES}")
+        raise DataError(f"{shown}: no data files there; known types: {_TYPES}")
     return listing
 
 
@@ -276,7 +276,7 @@ def _of_split(source: SourceConfig, listing: Found) -> tuple[str, list[Path | Re
         if isinstance(file, Path):  # a glob or a folder may hold links
             require_allowed(file)
     # `datasets` saved each split to its own folder
-    saved = (expand_home(source.path) / "dataset_dict.json").exists()
+    saved = "://" not in source.path and (expand_home(source.path) / "dataset_dict.json").exists()
     splits = {file: path.parts[0] if saved else _split_of(path) for file, path in listing.files.items()}
     named = sorted({split for split in splits.values() if split})
     path, wanted = redacted(source.path), source.split or "train"

@@ -86,9 +86,6 @@ class Form:
                 spelt[-1] = spelt[-1] | {"prefix": True}
                 thought = thought.lstrip().removeprefix(_OPEN_TAG)
             spelt[-1] = spelt[-1] | {"content": f"{thought}{_CLOSE}{text}"}
-        in_parts = [self.parts or PICTURE in message["content"] for message in spelt]
-        pairs = zip(spelt, in_parts, strict=True)
-        return [one | {"content": _in_parts(one["content"])} if is_cut else one for one, is_cut in pairs]
         return [
             message | {"content": _in_parts(message["content"])}
             if self.parts or PICTURE in message["content"]

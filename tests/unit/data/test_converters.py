@@ -181,12 +181,15 @@ def test_a_changed_converter_builds_again_and_a_moved_one_does_not(small_tokeniz
 def test_what_a_converter_imports_from_its_folder_is_hashed_too() -> None:
     write(RIDDLES)
     Path("parts").mkdir()
-    Path("parts/words.py").write_text("import marks\n")
+    Path("parts/words.py").write_text("import marks\nfrom . import more\nfrom .other import END\n")
+    for name in ("__init__", "more", "other"):
+        Path(f"parts/{name}.py").write_text("END = '.'\n")
     Path("marks.py").write_text("END = '?'\n")
     Path("own.py").write_text("import json\nfrom parts import words\n\n\ndef rows(row):\n    return row\n")
     config = SourceConfig.model_validate({"path": "rows.jsonl", "format": "own.py:rows"})
     first = converted(open_source(config), config).files
-    assert list(first) == ["rows.jsonl", "own.py", "parts/words.py", "marks.py"]
+    parts = ["parts/__init__.py", "parts/words.py", "marks.py", "parts/more.py", "parts/other.py"]
+    assert sorted(first) == sorted(["rows.jsonl", "own.py", *parts])
     Path("marks.py").write_text("END = '!'\n")
     assert converted(open_source(config), config).files["marks.py"] != first["marks.py"]
 

@@ -106,7 +106,7 @@ def parse_chat(row: Row, *, role: str, content: str) -> Conversation:
     turns.read(row.columns.get(column), column)
     # a column with the last answer is only used if the user named it
     answer = row.get("completion") if "completion" in row.options.columns else None
-    if answer is not None and turns.messages[-1].role != "assistant":
+    if answer not in (None, []) and turns.messages[-1].role != "assistant":
         turns.read(answer if isinstance(answer, list) else [answer], row.name("completion"))
     return finished(turns, row)
 
@@ -160,7 +160,8 @@ def parse_prompt_completion(row: Row) -> Conversation | PlainText:
         forms = f"{prompt} is {kind(asked)} and {completion} is {kind(answered)}"
         raise FieldError(f"{forms}; give two strings or two lists of messages")
     turns = TurnReader(row.options, (row.name("role"), row.name("content")))
-    turns.read(asked, prompt)
+    if asked != []:
+        turns.read(asked, prompt)
     turns.messages = [replace(turn, train=False) if turn.train is None else turn for turn in turns.messages]
     turns.read(answered, completion)
     return finished(turns, row)
@@ -186,7 +187,7 @@ def finished(turns: TurnReader, row: Row) -> Conversation:
     prompt, column = row.get("system"), row.name("system")
     if isinstance(prompt, list) and prompt:  # Anthropic's parts
         prompt = read_parts(prompt, column, "system", SourceOptions(), {}).text
-    prompt = optional_text(prompt or None, column)
+    prompt = optional_text(None if prompt in ("", []) else prompt, column)
     if prompt is not None and has_system:
         raise FieldError(f"{column} is given, but the conversation also has a system turn; keep one")
     if prompt is None and not has_system:
