@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
 
     values: Mapping[str, Any]
     if name == "all":
-        values = fit_devices(planned, rank)
+        values = fit_devices(config, planned, rank)
         text = rows(values.items())
     elif args.step is not None:
         step = _step(planned.plan, args.step)

@@ -23,6 +23,7 @@ from flatout.planner.memory.budget import (
     longest_document_tokens,
     memory_model,
 )
+from flatout.planner.settings import PlanSettings
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.planner.steps.training_plan import PlannedSamples
 from flatout.planner.totals import PlanTotals, add_up, totals_lines, with_forward_passes
@@ -76,12 +77,13 @@ class PlanSummary:
             yield kind, said or ", ".join(f"{name} {value}" for name, value in facts.items())
 
 
-def fit_devices(planned: PlannedRun, rank: Rank) -> dict[str, str]:
+def fit_devices(config: Config, planned: PlannedRun, rank: Rank) -> dict[str, str]:
     """Say for every GPU of `DEVICES` how the planned steps fit on it, by the fitted constants of the memory model."""
-    fits, settings = {}, planned.data.settings
+    fits, settings = {}, PlanSettings.of(config)
+    data = planned.data._replace(settings=settings)
     for device in DEVICES.values():
         try:
-            plan, layout, decision, _ = fit_plan(planned.data, planned.plan, rank, device)
+            plan, layout, decision, _ = fit_plan(data, planned.plan, rank, device)
         except ResourceError as error:
             fits[device.name] = f"cannot train: {error.text}"
             continue

@@ -31,6 +31,8 @@ from flatout.objectives.protocol import Objective
 from flatout.trainer.model_shape import build_empty
 
 CPU = torch.device("cpu")
+READ_BY_PEFT: dict[str, int] = {}
+"""What `prove_read_by_peft` has found in this process."""
 
 
 def make_trainable(
@@ -66,18 +68,28 @@ def prove_read_by_peft(model: PreTrainedModel, config: Config) -> int:
     That follows from shapes, settings and packages, and takes a second or two, so it is remembered for later starts.
     Raises UsageError as `adapter_config` does.
     """
+    shape = _without(model.config.to_dict(), ("_name_or_path", "dtype"))  # alike on the meta device
     key: dict[str, Any] = {
         **code_identity(),
-        "model": json.dumps(model.config.to_dict(), default=str, sort_keys=True),
+        "model": json.dumps(shape, default=str, sort_keys=True),
         "settings": json.dumps(config.lora.model_dump(mode="json")),
         "tensors": {name: list(tensor.shape) for name, tensor in adapter_parameters(model).items()},
     }
-    known = None if checks_again() else find_facts("adapter", key)
-    if known is None:
-        spelled = adapter_config(model, config.lora, base_name=config.model.name)
-        known = KeptFacts({"num_by_weight": len(spelled["target_parameters"] or ())}, "")
-        keep_facts("adapter", key, known.facts)
-    return int(known.facts["num_by_weight"])
+    if (name := json.dumps(key)) not in READ_BY_PEFT:
+        known = None if checks_again() else find_facts("adapter", key)
+        if known is None:
+            spelled = adapter_config(model, config.lora, base_name=config.model.name)
+            known = KeptFacts({"num_by_weight": len(spelled["target_parameters"] or ())}, "")
+            keep_facts("adapter", key, known.facts)
+        READ_BY_PEFT[name] = int(known.facts["num_by_weight"])
+    return READ_BY_PEFT[name]
+
+
+def _without(value: Any, names: Sequence[str]) -> Any:
+    """Return a value without the entries of these names in its dicts."""
+    if not isinstance(value, dict):
+        return value
+    return {name: _without(one, names) for name, one in value.items() if name not in names}
 
 
 def check_start(config: Config, objective: Objective, *, on_cpu: bool, reads_peft: bool) -> PreTrainedModel:

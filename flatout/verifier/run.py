@@ -14,7 +14,7 @@ import torch
 from flatout.config.folders import run_identity
 from flatout.config.objective import ObjectiveConfig
 from flatout.config.parallel import STRATEGIES
-from flatout.config.schema import Config
+from flatout.config.schema import Config, LoraConfig
 from flatout.errors import NumericError, ResourceError, UsageError, counted
 from flatout.io.durable_io import DurableIO
 from flatout.io.stop_signals import SIGNAL_EXIT_CODE, StopSignals
@@ -182,7 +182,9 @@ def _rows(
     del plain
     free_memory(device)
     if config.method == "lora":
-        config = config.model_copy(update={"lora": config.lora.model_copy(update={"continue_from": adapter})})
+        # the adapter begins as the plain model's did, so nothing else may say how it begins
+        begins = {"continue_from": adapter, "init": LoraConfig.model_fields["init"].default, "init_path": None}
+        config = config.model_copy(update={"lora": config.lora.model_copy(update=begins)})
     try:
         with set_up_quietly(config, planned, Rank(), folder) as run:
             for row in _cut_rows(run, step, reference):

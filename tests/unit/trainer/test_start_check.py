@@ -18,6 +18,7 @@ from flatout.cli.main import main
 from flatout.config.read import dump_config
 from flatout.errors import UsageError
 from flatout.models.load.source import read_model_config
+from flatout.trainer import trainable
 from flatout.trainer.model_shape import build_empty
 from flatout.trainer.run import train
 from flatout.trainer.trainable import make_trainable, prove_read_by_peft
@@ -90,7 +91,7 @@ def said_by(verb: str, path: Path, settings: list[str], capsys: pytest.CaptureFi
     return code, first
 
 
-@pytest.mark.parametrize("case", usual(REFUSED, ["no such target", "damaged", "other rank", "frozen"]))
+@pytest.mark.parametrize("case", usual(REFUSED, ["one of two", "tied head", "damaged", "other rank", "frozen"]))
 def test_plan_verify_train_and_a_restart_refuse_alike(case, tiny, places, tmp_path, capsys):
     bad, said, good = (text.format(**places) for text in REFUSED[case])
     path, run = tmp_path / "run.yaml", tmp_path / "run"
@@ -159,6 +160,7 @@ def test_what_peft_cannot_read_is_said_by_plan(tiny, tmp_path, capsys):
 def test_what_peft_reads_is_asked_once_and_again_for_other_settings(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("FLATOUT_CHECK_AGAIN", raising=False)
+    monkeypatch.setattr(trainable, "READ_BY_PEFT", {})
     empty = build_empty(read_model_config(str(tiny.model_dir), None), "config.json")
 
     def prove(**lora):
@@ -173,10 +175,15 @@ def test_what_peft_reads_is_asked_once_and_again_for_other_settings(tiny, tmp_pa
 
     monkeypatch.setattr(peft, "PeftModel", refuse)
     assert prove(rank=4) == 0
+    trainable.READ_BY_PEFT.clear()
+    # another process; what loads the weights has other words for the same shape
+    empty.config.name_or_path, empty.config.dtype = "elsewhere", torch.bfloat16
+    assert prove(rank=4) == 0
     for _ in range(2):  # what was refused is not remembered
         with pytest.raises(UsageError, match="asked"):
             prove(rank=8)
     monkeypatch.setenv("FLATOUT_CHECK_AGAIN", "1")
+    trainable.READ_BY_PEFT.clear()
     with pytest.raises(UsageError, match="asked"):
         prove(rank=4)
 
