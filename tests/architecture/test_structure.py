@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from flatout.cli.verbs import VERBS
+from flatout.config.model import ADAPTER_STARTS
 from flatout.config.objective import OBJECTIVES
 from flatout.config.optim import OPTIMIZERS
 from flatout.config.parallel import STRATEGIES
@@ -190,6 +191,8 @@ def test_no_definition_that_only_tests_use():
     entry_points |= {f"flatout/optim/{module}.py: {name}" for module, name in makers}
     trackers = (class_path.rpartition(".") for _, class_path in TRACKERS.values())
     entry_points |= {f"{module.replace('.', '/')}.py: {name}" for module, _, name in trackers}
+    starts = (place.split(".") for place in ADAPTER_STARTS.values())
+    entry_points |= {f"flatout/models/lora/{module}.py: {name}" for module, name in starts}
     assert unused - entry_points == set(KNOWN_UNUSED), "delete what nothing uses, tests aside, or use it"
 
 

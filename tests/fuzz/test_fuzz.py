@@ -23,6 +23,8 @@ from fuzz_judge import Case, Outcome, fault, kind_of
 from fuzz_runner import failures
 from fuzz_world import World
 
+from tests.usual import usual
+
 SEEDS = os.environ.get("FLATOUT_FUZZ_SEEDS", "1")
 # kind -> its cases, and how many of those that are drawn a sample has
 KINDS = {
@@ -45,8 +47,7 @@ def world(tiny, tmp_path_factory):
 
 
 @pytest.mark.timeout(0 if SEEDS != "1" else 600)
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", usual(KINDS, ["config file"]))
 def test_every_spoiled_input_is_refused_clearly_or_handled(kind, world, record_property):
     list_cases, sample_size = KINDS[kind]
     every_case = list(list_cases(world))

@@ -260,3 +260,14 @@ def test_the_runs_identity_is_kept_and_never_made_up(tmp_path, events):
         checkpoints(tmp_path, events).newest()
     durable_io.write_json(tmp_path / "run.json", {"run_id": first})
     assert same(checkpoints(tmp_path, events).newest(), snapshot_of(1))
+
+
+def test_rotation_does_not_count_a_damaged_one(tmp_path, events):
+    saves = checkpoints(tmp_path, events, keep=3)
+    for step in (1, 2, 3):
+        saves.save(snapshot_of(step))
+    (tmp_path / "checkpoints" / "step-3" / "optimizer.safetensors").unlink()
+    checkpoints(tmp_path, events, keep=2).save(snapshot_of(4))
+    assert names(tmp_path) == ["step-2", "step-3", "step-4"]
+    checkpoints(tmp_path, events, keep=2).save(snapshot_of(5))
+    assert names(tmp_path) == ["step-4", "step-5"]

@@ -438,3 +438,23 @@ def test_a_damaged_side_file_is_said_in_one_line_and_hides_nothing_else(here, ca
     (folder / name).write_bytes(kept)
     assert not flatout.load("run").log.problems
     assert main(["runs", "--tag", "run", "v2"]) == 0
+
+
+# what reading the settings, the data and the model refuses; unit/trainer/test_start_check.py has more of the last
+REFUSED_AT_START = {
+    "data.name=new data.sources=[{path: odd.csv}]": (3, "odd.csv:1: no known format"),
+    "objective=nix.py:Loss": (2, "nix.py"),
+    "track=comet": (2, "comet"),
+    "gpus=[0,1] lora.targets=q_porj": (2, "matches no linear layer"),
+}
+
+
+def test_what_a_start_would_refuse_leaves_the_earlier_run_where_it_is(here, capsys):
+    (here / "odd.csv").write_text("alpha,beta\n1,2\n")
+    (here / "theirs").mkdir()
+    before = contents(here / "runs" / "run") | {".lock": b""}
+    for words, (code, said) in REFUSED_AT_START.items():
+        assert main(["train", "run.yaml", *re.split(r" (?=[a-z_.]+=)", words), "--restart"]) == code, words
+        assert said in capsys.readouterr().err
+        assert contents(here / "runs" / "run") | {".lock": b""} == before, words
+        assert not (here / "runs" / "run.old-1").exists()

@@ -14,7 +14,13 @@ from flatout.config.table import RESUME_EFFECTS
 
 SOURCE = Path(flatout.__file__).parent
 # what a section is called where its settings are read, besides its own name and `config`
-CALLED = {"data.sources": ("source",), "objective.reference": ("reference",), "eval": ("eval_config",), "": ("self",)}
+CALLED = {
+    "data": ("settings",),
+    "data.sources": ("source",),
+    "objective.reference": ("reference",),
+    "eval": ("eval_config",),
+    "": ("self",),
+}
 # read through a property of the settings, and that property
 THROUGH = {
     "run_dir": "folder",

@@ -191,11 +191,12 @@ BAD = [
 GOOD = [
     {"accepted": True}, {"thumbs_up": 1}, {"thumbs_down": False}, {"label": "good"}, {"label": 1}, {"label": "World"},
     {"correct": 0}, {"verdict": "it depends"}, {"feedback": "too long"}, {"label": 3}, {"rejected": False},
-    {"label": ["World", "Sport"]}, {"thumbs_up": [True]}, {"thumbs_down": "no"},
+    {"label": ["World", "Sport"]}, {"thumbs_up": [True]}, {"thumbs_down": "no"}, {"label": None}, {"label": ""},
+    {"label": 0.5},
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("verdict", usual(BAD, [BAD[0], BAD[4], BAD[12], BAD[-1]]), ids=str)
+@pytest.mark.parametrize("verdict", usual(BAD, [BAD[0], BAD[4], BAD[5], BAD[7], BAD[12], BAD[-1]]), ids=str)
 def test_a_bad_answer_is_never_learnt_in_silence(build, run, verdict):
     ((name, value),) = verdict.items()
     value = value[0] if isinstance(value, list) else value
@@ -215,7 +216,7 @@ def test_a_bad_answer_is_never_learnt_in_silence(build, run, verdict):
     assert [learnt for _, learnt in ignored.samples] == ["good one<|im_end|>", "bad one<|im_end|>"]
 
 
-@pytest.mark.parametrize("verdict", usual(GOOD, [GOOD[0], GOOD[2], GOOD[5], GOOD[-3]]), ids=str)
+@pytest.mark.parametrize("verdict", usual(GOOD, [GOOD[0], GOOD[2], GOOD[5], GOOD[-2], GOOD[-6]]), ids=str)
 def test_what_is_no_bad_verdict_is_trained(build, verdict):
     built = build([{**ASKED, **MADE, **verdict}])
     assert [learnt for _, learnt in built.samples] == ["bad one<|im_end|>"], built.printed

@@ -155,3 +155,19 @@ def test_without_its_adapter_a_model_is_its_base():
             assert torch.equal(model(tokens).logits, base)
         assert torch.equal(model(tokens).logits, adapted)
     assert not torch.equal(adapted, base)
+
+
+def test_a_target_that_matches_nothing_names_near_misses():
+    with pytest.raises(UsageError, match=r"'qproj' matches no linear layer.*did you mean q_proj"):
+        swapped(tiny_model("llama", torch.float32), targets=["k_proj", "qproj"])
+
+
+def test_tied_head_gets_no_adapter():
+    with pytest.raises(UsageError, match="tied to the embeddings"):
+        swapped(tiny_model("qwen3", torch.float32), targets=["lm_head"])
+
+
+def test_a_rank_that_no_layer_has_is_refused_before_memory_is_taken():
+    with pytest.raises(UsageError, match=r"lora\.rank is 1,000,000,000, but no layer .* above 32"):
+        add_lora(tiny_model("llama", torch.float32), LoraConfig(rank=1_000_000_000), seed=0)
+    swapped(tiny_model("llama", torch.float32), targets=["k_proj"])

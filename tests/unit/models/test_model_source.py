@@ -142,3 +142,9 @@ def test_a_run_is_no_model_and_a_model_beside_a_runs_file_is_one(tmp_path):
         read_model_config(str(tmp_path), None)
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     assert read_model_config(str(tmp_path), None) == {"model_type": "qwen3"}
+
+
+def test_no_weights(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match="no \\*\\.safetensors weights"):
+        load(folder)

@@ -226,3 +226,23 @@ def test_mistakes_exit_2_with_one_line(run_file, capsys, arguments, message):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1 + error.count("\n  try ")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "has no config.json"),
+        ("{", "is not valid JSON"),
+        ("[]", "is not a JSON object"),
+        (json.dumps({"model_type": "qwen3", "num_hidden_layers": None}), "num_hidden_layers"),
+    ],
+)
+def test_a_bad_model_folder_is_named(run_file, capsys, content, message):
+    file = run_file.parent / "model" / "config.json"
+    file.unlink()
+    if content is not None:
+        file.write_text(content)
+    assert main(["plan", str(run_file)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "model" in error

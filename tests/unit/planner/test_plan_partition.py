@@ -112,3 +112,14 @@ def test_a_sample_over_the_budget_is_refused():
 
 def test_nothing_packs_to_nothing():
     assert bin_pack([], 100) == []
+
+
+def test_best_fit_steps_in_where_levelling_cannot_fit():
+    lengths = [39, 85, 42, 53, 91, 85, 35, 24, 97]
+    assert len(bin_pack(lengths, 100)) == fewest(lengths, 100) == 6
+
+
+def test_best_fit_is_levelled_too():
+    # best-fit decreasing alone leaves micro-batches of 75, 82, 84, 97, 98 and 100
+    lengths = [75, 38, 50, 82, 38, 29, 98, 12, 30, 84]
+    assert sorted(loads_of(bin_pack(lengths, 100), lengths)) == [82, 84, 87, 88, 97, 98]

@@ -1,5 +1,8 @@
 """The plan of a run: epochs, ragged ends, resume, fingerprints, held-out splits, and what is refused."""
 
+import json
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -280,3 +283,14 @@ def test_a_content_with_more_copies_than_the_evaluation_should_have_is_trained_o
         assert (held_out >= 60).all()
     with pytest.raises(DataError, match="100 rows have one content and cannot be split"):
         split_held_out(range(100), 0.1, seed=0, hashes=np.zeros(100))
+
+
+def test_planning_needs_neither_torch_nor_transformers():
+    code = (
+        "import json, pkgutil, sys, importlib, flatout.planner\n"
+        "for module in pkgutil.iter_modules(flatout.planner.__path__):\n"
+        "    importlib.import_module('flatout.planner.' + module.name)\n"
+        "print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "transformers", "datasets", "tokenizers"} & set(json.loads(loaded.stdout))

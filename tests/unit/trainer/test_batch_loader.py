@@ -161,7 +161,7 @@ def test_micro_batches_cut_again_are_served_and_stale_ones_dropped():
             time.sleep(0.001)
         store.opened.set()
 
-    threading.Thread(target=open_when_dropped).start()
+    threading.Thread(target=open_when_dropped, daemon=True).start()
     ours += list(loader.batches(halves))
     settle(loader)
     assert len(loader._staged) <= NUM_PREFETCHED
