@@ -201,7 +201,7 @@ def _found(shown: str, files: Mapping[Any, PurePath]) -> Found:
         {file: files[file] for file in files if holds[file]}, [str(one) for one in files if holds[one] is False]
     )
     if not listing.files:
-        raise DataError(f"{shown}: no data files there; known types: {_TYPES}")
+        raise DataError(f"{shown}: no data files in this folder; known types: {_TYPES}")
     return listing
 
 
