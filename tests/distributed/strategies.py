@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from flatout.checkpoint.write import Checkpoints
 from flatout.config.read import make_config
 from flatout.errors import NumericError
 from flatout.models.compile import layers as compiling
+from flatout.models.load.model import LoadedModel
 from flatout.parallel.process_group import leave_group
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import as_global, global_tensors, local_part
@@ -173,7 +173,7 @@ def take_proved(run: TrainingRun, num_steps: int) -> dict[str, Any]:
     kept = torch.nn.Module.compile
     torch.nn.Module.compile = lambda self, *args, **kwargs: None  # type: ignore[method-assign]
     try:
-        loaded: Any = SimpleNamespace(model=run.model, autocast=run.autocast, dtype=run.dtype, is_padded=False)
+        loaded = LoadedModel(run.model, run.dtype, run.autocast, "transformers", ())
         outcome = compiling._compile(
             loaded, compiling.CompileOptions(64), 0.999, inner_loss(run.loss_module), run.loss_module
         )
