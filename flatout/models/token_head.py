@@ -12,12 +12,15 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from flatout.errors import UsageError
-from flatout.kernels.cross_entropy.tiled import token_loss
+from flatout.kernels.cross_entropy.tiled import row_entropies, token_loss
 from flatout.models.arch_quirks import UNSCALED_LOGITS, logits_cap, logits_scale, num_logits
 from flatout.models.load.auto_class import is_scoring
 from flatout.models.lora.saved import SavedModule, TrainedRows
 from flatout.models.slot_cache import autocast_dtype
 from flatout.objectives.loss_inputs import LossSums, TokenLosses, target_losses
+
+# the part of a tile's rows whose logits fit in its place several times, in fp32
+_ENTROPY_TILES = 8
 
 
 class TokenHead:
@@ -40,24 +43,42 @@ class TokenHead:
         self._scale = 1.0 if model.config.model_type in UNSCALED_LOGITS else logits_scale(config)
         self._softcap, self._num_logits = logits_cap(config), num_logits(config)
 
-    def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return logits (L, V) in fp32 (fp64 in fp64) of hidden states `rows` (L, D)."""
-        return scaled_logits(self._head(rows)[..., : self._num_logits], self._scale, self._softcap)
+    def logits(self, rows: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+        """Return logits / temperature (L, V) in fp32 (fp64 in fp64) of hidden states `rows` (L, D)."""
+        return scaled_logits(self._head(rows)[..., : self._num_logits], *self._shape(temperature))
+
+    def _shape(self, temperature: float) -> tuple[float, float | None]:
+        """Return the scale and soft-cap of logits / T: (c / T) tanh((u / T) / (c / T)) is c tanh(u / c) / T."""
+        return self._scale / temperature, None if self._softcap is None else self._softcap / temperature
 
     def cross_entropy(self, rows: torch.Tensor, ids: torch.Tensor) -> LossSums:
         """Return the summed cross-entropy of hidden states `rows` (L, D) for the tokens `ids` (L,), in tiles."""
         if (fused := self._fused(rows, ids, by_row=False)) is not None:
-            return LossSums(*fused)
+            return LossSums(*fused[:2])
         return self.summed(self._module_losses(rows, ids))
 
-    def token_losses(self, rows: torch.Tensor, ids: torch.Tensor) -> TokenLosses:
+    def token_losses(
+        self, rows: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0, *, with_entropy: bool = False
+    ) -> TokenLosses:
         """Return the cross-entropy of each row of `rows` (L, D) for the token in `ids` (L,), in tiles.
 
-        With a frozen head, it takes as long as `cross_entropy`.
+        It is that of softmax(logits / temperature). With a frozen head, it takes as long as `cross_entropy`.
         """
-        if (fused := self._fused(rows, ids, by_row=True)) is not None:
+        if (fused := self._fused(rows, ids, temperature, by_row=True, with_entropy=with_entropy)) is not None:
             return TokenLosses(*fused)
-        return self._module_losses(rows, ids)
+        return self._module_losses(rows, ids, temperature, with_entropy)
+
+    def entropy(self, rows: torch.Tensor, temperature: float) -> torch.Tensor:
+        """Return the entropy (L,) in nats of softmax(logits / temperature) of `rows` (L, D), with its graph.
+
+        Each tile is computed again in the backward pass. It has fewer rows than other tiles, as it holds its logits
+        several times in fp32.
+        """
+        tiles = rows.split(max(1, self._tile_rows // _ENTROPY_TILES))
+        return torch.cat([
+            checkpoint(lambda tile: row_entropies(self.logits(tile, temperature)), tile, use_reentrant=False)
+            for tile in tiles
+        ])  # fmt: skip
 
     def summed(self, losses: TokenLosses) -> LossSums:
         """Return the sums of `token_losses`, added tile by tile as `cross_entropy` of a frozen head adds them."""
@@ -67,36 +88,45 @@ class TokenHead:
         return LossSums(loss_sum, losses.is_correct.sum())
 
     def _fused(
-        self, rows: torch.Tensor, ids: torch.Tensor, *, by_row: bool
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        self,
+        rows: torch.Tensor,
+        ids: torch.Tensor,
+        temperature: float = 1.0,
+        *,
+        by_row: bool,
+        with_entropy: bool = False,
+    ) -> tuple[torch.Tensor, ...] | None:
         """Return `token_loss` of a head that is a matrix product and nothing else; None for any other."""
         if (product := head_product(self._head)) is None:
             return None
         weight = product[0] if self._num_logits is None else product[0][: self._num_logits]
+        scale, softcap = self._shape(temperature)
         with record_function("flatout::head"):
             return token_loss(
-                rows, weight, ids, trained_rows=product[1], scale=self._scale, softcap=self._softcap,
-                tile_rows=self._tile_rows, compute_dtype=autocast_dtype(rows), by_row=by_row,
+                rows, weight, ids, trained_rows=product[1], scale=scale, softcap=softcap, tile_rows=self._tile_rows,
+                compute_dtype=autocast_dtype(rows), by_row=by_row, with_entropy=with_entropy,
             )  # fmt: skip
 
-    def _module_losses(self, rows: torch.Tensor, ids: torch.Tensor) -> TokenLosses:
+    def _module_losses(
+        self, rows: torch.Tensor, ids: torch.Tensor, temperature: float = 1.0, with_entropy: bool = False
+    ) -> TokenLosses:
         """Return `token_losses` of a head that is called as a module (LoRA, a bias, ...).
 
         Each tile is recomputed in the backward pass, so its logits are not kept.
         """
 
-        def tile_losses(tile: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            logits = self.logits(tile)
+        def tile_losses(tile: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            logits = self.logits(tile, temperature)
             # logits that were 16-bit have no digits to keep
             is_wide = autocast_dtype(tile).itemsize > 2
             losses = target_losses(logits, ids) if is_wide else F.cross_entropy(logits, ids, reduction="none")
-            return losses, logits.argmax(-1) == ids
+            with torch.no_grad():
+                entropies = row_entropies(logits) if with_entropy else losses[:0].detach()
+            return losses, logits.argmax(-1) == ids, entropies
 
         tiles = zip(rows.split(self._tile_rows), ids.split(self._tile_rows), strict=True)
-        losses, is_correct = zip(
-            *(checkpoint(tile_losses, tile, tile_ids, use_reentrant=False) for tile, tile_ids in tiles), strict=True
-        )
-        return TokenLosses(torch.cat(losses), torch.cat(is_correct))
+        terms = [checkpoint(tile_losses, tile, tile_ids, use_reentrant=False) for tile, tile_ids in tiles]
+        return TokenLosses(*map(torch.cat, zip(*terms, strict=True)))
 
 
 def scaled_logits(product: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from types import MappingProxyType
@@ -24,10 +25,14 @@ class LossSums(NamedTuple):
 
 
 class TokenLosses(NamedTuple):
-    """Cross-entropy (L,) fp32 (fp64 in fp64) of each row, with its graph, and whether its argmax is right (L,)."""
+    """Cross-entropy (L,) fp32 (fp64 in fp64) of each row, with its graph, and whether its argmax is right (L,).
+
+    `entropies` (L,) in nats have no graph; empty if nobody asked for them.
+    """
 
     losses: Tensor
     is_correct: Tensor
+    entropies: Tensor
 
 
 def target_losses(logits: Tensor, ids: Tensor) -> Tensor:
@@ -43,7 +48,7 @@ def target_losses(logits: Tensor, ids: Tensor) -> Tensor:
 Batch: TypeAlias = Any
 """A `models.packed.PackedBatch`, of which label rows, samples, units and columns are read."""
 Head: TypeAlias = Any
-"""A `models.token_head.TokenHead`, whose `cross_entropy`, `token_losses` and `summed` are called."""
+"""A `models.token_head.TokenHead`, whose `cross_entropy`, `token_losses`, `entropy` and `summed` are called."""
 
 
 class LossInputs:
@@ -127,6 +132,9 @@ class LabelTokens(LossInputs):
         self.states, self.head = states, head
         # an evaluation reads the losses of tokens too
         self.keeps_losses = False
+        # by temperature
+        self._losses: dict[float, TokenLosses] = {}
+        self._logprobs: dict[float, Tensor] = {}
 
     @cached_property
     def hidden_states(self) -> Tensor:
@@ -138,26 +146,68 @@ class LabelTokens(LossInputs):
         """The label tokens, int64 (L,)."""
         return self.batch.label_ids
 
-    @cached_property
-    def _losses(self) -> TokenLosses:
-        losses: TokenLosses = self.head.token_losses(self.hidden_states, self.token_ids)
-        self.kept_losses = losses.losses
-        return losses
+    def _losses_at(self, temperature: float, *, with_entropy: bool = False) -> TokenLosses:
+        if temperature not in self._losses:
+            if not 0 < temperature < math.inf:
+                raise UsageError(
+                    f"the objective reads log-probabilities at temperature {temperature}; it must be over 0"
+                )
+            at = (self.hidden_states, self.token_ids, temperature)
+            self._losses[temperature] = self.head.token_losses(*at, with_entropy=with_entropy)
+            if temperature == 1:
+                self.kept_losses = self._losses[temperature].losses
+        return self._losses[temperature]
 
-    @cached_property
+    @property
     def logprobs(self) -> Tensor:
         """The log-probability of each label token, (L,) fp32 (fp64 in fp64), with its graph."""
-        return -self._losses.losses
+        return self.logprobs_at(1.0)
+
+    def logprobs_at(self, temperature: float) -> Tensor:
+        """Return log softmax(logits / temperature) of each label token, as `logprobs`, which is that at 1.
+
+        Logits are divided after their scale and soft-cap. One pass of the head for each temperature. Raises UsageError
+        for a temperature that is not over 0.
+        """
+        if temperature not in self._logprobs:
+            self._logprobs[temperature] = -self._losses_at(temperature).losses
+        return self._logprobs[temperature]
+
+    def entropy_at(self, temperature: float, *, with_graph: bool = False) -> Tensor:
+        """Return the entropy in nats of softmax(logits / temperature) at each label token, (L,) fp32 (fp64 in fp64).
+
+        Read before `logprobs_at`, it comes of the same pass of the head. Without its graph it is a metric. With it, for
+        an entropy term, it takes a pass of its own, and another one in the backward pass.
+        """
+        if with_graph:
+            entropies: Tensor = self.head.entropy(self.hidden_states, temperature)
+            return entropies
+        losses = self._losses_at(temperature, with_entropy=True)
+        if len(losses.entropies) == len(losses.losses):
+            return losses.entropies
+        with torch.no_grad():
+            again: TokenLosses = self.head.token_losses(
+                self.hidden_states, self.token_ids, temperature, with_entropy=True
+            )
+        self._losses[temperature] = losses._replace(entropies=again.entropies)
+        return again.entropies
+
+    @property
+    def entropy(self) -> Tensor:
+        """Return `entropy_at(1)`, without a graph."""
+        return self.entropy_at(1.0)
 
     @property
     def is_correct(self) -> Tensor:
         """Whether each label token is the likeliest one, bool (L,)."""
-        return self._losses.is_correct
+        # the same at all temperatures
+        losses = next(iter(self._losses.values()), None) or self._losses_at(1.0)
+        return losses.is_correct
 
     def cross_entropy(self) -> LossSums:
         """Return the sum of -logprobs and that of is_correct; also a trained head takes one pass for it."""
         sums: LossSums = (
-            self.head.summed(self._losses)
+            self.head.summed(self._losses_at(1.0))
             if self.keeps_losses
             else self.head.cross_entropy(self.hidden_states, self.token_ids)
         )

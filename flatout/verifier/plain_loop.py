@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -260,44 +261,86 @@ def objective_step(
     for an objective that reads hidden states, which plain transformers does not have by label.
     """
     plain.model.zero_grad(set_to_none=True)
-    inputs, leaf, counts = _loss_inputs(plain, objective, store, sample_ids, dtype)
+    leaves, inputs = _loss_inputs(plain, objective, store, sample_ids, dtype)
     if kl_store is not None:
-        sums = objective.estimate(_loss_inputs(plain, objective, kl_store, sample_ids, dtype)[0])
+        sums = objective.estimate(_loss_inputs(plain, objective, kl_store, sample_ids, dtype)[1])
         inputs.estimates = {name: value.detach().double() / len(sample_ids) for name, value in sums.items()}
     loss = objective(inputs)["loss"] / _normalizer(objective, inputs.batch)
-    (gradient,) = torch.autograd.grad(loss, leaf)
-    for sample, grad in zip(plain.read(store, sample_ids), gradient.split(counts), strict=True):
-        (_read(plain, objective, sample)[0] * grad).sum().backward()
+    leaves.backward(loss)
     return float(loss.detach())
 
 
-def _read(plain: PlainModel, objective: Objective, sample: Sample) -> tuple[Tensor, ...]:
-    return _plain_scores(plain, sample) if objective.reads == "scores" else plain_logprobs(plain, sample)
+# what plain transformers computes of a sample: values that a loss may have gradients of, and more of the same length
+_Compute = Callable[[PlainModel, Sample], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaves:
+    """What an objective reads of a step's samples: a pass gives each kind of values, and a second one gradients."""
+
+    plain: PlainModel
+    samples: Sequence[Sample]
+    dtype: torch.dtype
+    read: list[tuple[_Compute, Tensor, list[int]]] = field(default_factory=list)
+
+    def of(self, compute: _Compute) -> tuple[Tensor, ...]:
+        """Return the values of all samples as a leaf, and what comes with them."""
+        with torch.no_grad():
+            parts = list(zip(*(compute(self.plain, sample) for sample in self.samples), strict=True))
+        leaf = torch.cat(parts[0]).to(self.dtype).requires_grad_()
+        self.read.append((compute, leaf, [len(values) for values in parts[0]]))
+        return leaf, *map(torch.cat, parts[1:])
+
+    def backward(self, loss: Tensor) -> None:
+        """Add to the weights' gradients those of a loss over the leaves."""
+        gradients = torch.autograd.grad(loss, [leaf for _, leaf, _ in self.read], allow_unused=True)
+        for (compute, _, counts), gradient in zip(self.read, gradients, strict=True):
+            # a metric has none
+            parts = [] if gradient is None else zip(self.samples, gradient.split(counts), strict=True)
+            for sample, grad in parts:
+                (compute(self.plain, sample)[0] * grad).sum().backward()
 
 
 def _loss_inputs(
     plain: PlainModel, objective: Objective, store: TokenStore, sample_ids: Sequence[int], dtype: torch.dtype
-) -> tuple[LossInputs, Tensor, list[int]]:
-    """Return what an objective reads of samples, its values as a leaf, and their number of each sample."""
-    with torch.no_grad():
-        values_by_sample = [_read(plain, objective, sample) for sample in plain.read(store, sample_ids)]
-    leaf = torch.cat([values for values, *_ in values_by_sample]).to(dtype).requires_grad_()
-    counts = [len(values) for values, *_ in values_by_sample]
+) -> tuple[_Leaves, LossInputs]:
+    """Return what an objective reads of samples, and the leaves that it has read."""
+    leaves, device = _Leaves(plain, plain.read(store, sample_ids), dtype), next(plain.model.parameters()).device
     columns = [name for name in objective.needed_columns if name in store.extra]
-    batch: Any = _gathered(columns, store, sample_ids, counts, leaf.device)
     if objective.reads == "scores":
-        return SampleScores(leaf.view(len(values_by_sample), -1), batch, lambda rows: rows), leaf, counts
-    return _PlainLabels(leaf, values_by_sample, batch), leaf, counts
+        (leaf,) = leaves.of(_plain_scores)
+        counts = [count for _, _, (count, *_) in leaves.read] * len(sample_ids)
+        batch: Any = _gathered(columns, store, sample_ids, counts, device)
+        return leaves, SampleScores(leaf.view(len(counts), -1), batch, lambda rows: rows)
+    ids = [
+        torch.tensor(sample.token_ids[1:][sample.loss_mask[1:]].tolist(), device=device) for sample in leaves.samples
+    ]
+    batch = _gathered(columns, store, sample_ids, [len(part) for part in ids], device)
+    batch.label_ids, batch.label_rows = torch.cat(ids), torch.arange(sum(map(len, ids)), device=device)
+    return leaves, _PlainLabels(leaves, batch)
 
 
-def plain_logprobs(plain: PlainModel, sample: Sample) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-probability of each label token of a sample, whether it is the likeliest, and the token ids."""
+def plain_logprobs(plain: PlainModel, sample: Sample, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return log softmax(logits / temperature) of each label token of a sample, and whether it is the likeliest."""
+    logits, targets = _label_logits(plain, sample)
+    return -token_losses(logits.double() / temperature if temperature != 1 else logits, targets), logits.argmax(
+        -1
+    ) == targets
+
+
+def _plain_entropies(plain: PlainModel, sample: Sample, temperature: float) -> tuple[Tensor]:
+    """Return the entropy of softmax(logits / temperature) at each label token of a sample, fp64."""
+    logprobs = (_label_logits(plain, sample)[0].double() / temperature).log_softmax(-1)
+    return (-(logprobs.exp() * logprobs).sum(-1),)
+
+
+def _label_logits(plain: PlainModel, sample: Sample) -> tuple[Tensor, Tensor]:
+    """Return the logits that predict the label tokens of a sample, and the label tokens."""
     device = next(plain.model.parameters()).device
     ids, mask = (torch.tensor(part.tolist(), device=device) for part in sample[:2])
     with torch.autocast(device.type, dtype=plain.autocast) if plain.autocast else nullcontext():
         logits = plain.model(**sample.given(device), use_cache=False).logits[0, :-1]
-    logits, targets = logits[mask[1:]], ids[1:][mask[1:]]
-    return -token_losses(logits, targets), logits.argmax(-1) == targets, targets
+    return logits[mask[1:]], ids[1:][mask[1:]]
 
 
 def _plain_scores(plain: PlainModel, sample: Sample) -> tuple[Tensor, ...]:
@@ -344,15 +387,21 @@ def _normalizer(objective: Objective, batch: Batch) -> float:
 class _PlainLabels(LabelTokens):
     """Label tokens without hidden states."""
 
-    def __init__(self, leaf: Tensor, values_by_sample: Sequence[tuple[Tensor, ...]], batch: SimpleNamespace) -> None:
-        is_correct, ids = (torch.cat([parts[place] for parts in values_by_sample]) for place in (1, 2))
-        batch.label_ids, batch.label_rows = ids, torch.arange(len(ids), device=ids.device)
-        losses = TokenLosses(-leaf, is_correct)
-        head: Any = SimpleNamespace(
-            token_losses=lambda rows, ids: losses,
-            cross_entropy=lambda rows, ids: LossSums(-leaf.sum(), is_correct.sum()),
-        )
-        super().__init__(leaf[:, None], batch, head)
+    def __init__(self, leaves: _Leaves, batch: SimpleNamespace) -> None:
+        def entropy(rows: Tensor, temperature: float) -> Tensor:
+            return leaves.of(partial(_plain_entropies, temperature=temperature))[0]
+
+        def losses(rows: Tensor, ids: Tensor, temperature: float = 1.0, *, with_entropy: bool = False) -> TokenLosses:
+            logprobs, is_correct = leaves.of(partial(plain_logprobs, temperature=temperature))
+            entropies = entropy(rows, temperature).detach() if with_entropy else logprobs[:0].detach()
+            return TokenLosses(-logprobs, is_correct, entropies)
+
+        def cross_entropy(rows: Tensor, ids: Tensor) -> LossSums:
+            token_losses, is_correct, _ = losses(rows, ids)
+            return LossSums(token_losses.sum(), is_correct.sum())
+
+        head = SimpleNamespace(token_losses=losses, cross_entropy=cross_entropy, entropy=entropy)
+        super().__init__(batch.label_rows, batch, head)
         del self.states
 
     def __getattr__(self, name: str) -> Any:

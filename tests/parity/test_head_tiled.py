@@ -11,13 +11,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.config.schema import LoraConfig
+from flatout.errors import UsageError
 from flatout.kernels.cross_entropy import tiled
 from flatout.kernels.cross_entropy.tiled import tile_terms
 from flatout.models import model_with_loss, token_head
 from flatout.models.lora.layer import add_lora
+from flatout.models.lora.saved import TrainedRows
 from flatout.models.model_with_loss import packed_cross_entropy, prepare_head
 from flatout.models.packed import flatten_samples
-from flatout.objectives.loss_inputs import SampleScores, target_losses
+from flatout.models.token_head import TokenHead
+from flatout.objectives.loss_inputs import LabelTokens, SampleScores, target_losses
 
 
 def problem(num_rows, width, vocabulary, dtype=torch.float64, size=1.0):
@@ -34,7 +37,7 @@ def reference_loss(hidden, weight, targets, *, scale=1.0, softcap=None):
 
 
 def run(function, hidden, weight, targets, **arguments):
-    loss_sum, num_correct = function(hidden, weight, targets, **arguments)
+    loss_sum, num_correct, *_ = function(hidden, weight, targets, **arguments)
     gradients = torch.autograd.grad(loss_sum * 0.37, (hidden, weight))
     return loss_sum.detach(), num_correct, *gradients
 
@@ -88,7 +91,7 @@ def test_near_certainty(top, gap, head):
 
 def by_row(losses_of, hidden, weight, targets, **arguments):
     """Losses by row, which rows are right, and gradients of a loss in which rows have factors of their own."""
-    losses, is_correct = losses_of(hidden, weight, targets, **arguments)
+    losses, is_correct, *_ = losses_of(hidden, weight, targets, **arguments)
     factors = torch.linspace(-2, 3, len(targets), dtype=losses.dtype, device=losses.device)
     trained = [tensor for tensor in (hidden, weight) if tensor.requires_grad]
     return losses.detach(), is_correct, *torch.autograd.grad((losses * factors).tanh().sum(), trained)
@@ -131,8 +134,8 @@ def test_losses_by_row_have_gradients_of_their_own(
 def test_losses_by_row_sum_to_the_loss_to_the_bit():
     hidden, weight, targets = problem(20, 6, 17, torch.float32)
     frozen = weight.detach()
-    loss_sum, num_correct = tiled.token_loss(hidden, frozen, targets)
-    losses, is_correct = tiled.token_loss(hidden, frozen, targets, by_row=True)
+    loss_sum, num_correct, _ = tiled.token_loss(hidden, frozen, targets)
+    losses, is_correct, _ = tiled.token_loss(hidden, frozen, targets, by_row=True)
     assert torch.equal(losses.sum(), loss_sum)
     assert int(is_correct.sum()) == int(num_correct)
     for one, other in zip(*(torch.autograd.grad(loss / 7, hidden) for loss in (loss_sum, losses.sum())), strict=True):
@@ -145,7 +148,9 @@ def test_replaced_rows_are_trained_by_row_too():
     factors = torch.linspace(-1, 2, 9, dtype=torch.float64)
     whole = weight.detach().index_copy(0, ids, values)
     truth = torch.autograd.grad((plain_by_row(hidden, whole, targets)[0] * factors).sum(), (hidden, values))
-    losses, _ = tiled.token_loss(hidden, weight.detach(), targets, trained_rows=(ids, values), tile_rows=4, by_row=True)
+    losses, *_ = tiled.token_loss(
+        hidden, weight.detach(), targets, trained_rows=(ids, values), tile_rows=4, by_row=True
+    )
     for mine, true in zip(torch.autograd.grad((losses * factors).sum(), (hidden, values)), truth, strict=True):
         torch.testing.assert_close(mine, true, atol=1e-12, rtol=1e-12)
 
@@ -213,7 +218,7 @@ def test_memory_poisoned_with_nan(monkeypatch):
 
 def test_no_rows_give_zero_with_a_live_graph():
     hidden, weight, targets = problem(3, 4, 7)
-    loss_sum, num_correct = tiled.token_loss(hidden[:0], weight, targets[:0])
+    loss_sum, num_correct, _ = tiled.token_loss(hidden[:0], weight, targets[:0])
     gradients = torch.autograd.grad(loss_sum, (hidden, weight))
     assert float(loss_sum) == 0.0
     assert int(num_correct) == 0
@@ -316,14 +321,99 @@ def test_a_batch_without_labels_gives_zero_with_a_live_graph(with_bias):
     assert all(float(parameter.grad.abs().max()) == 0.0 for parameter in model.parameters())
 
 
+def plain_entropy(logits):
+    return torch.distributions.Categorical(logits=logits).entropy()
+
+
+@pytest.mark.parametrize("head", ["plain", "trained", "bias", "lora", "new tokens"])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 3.0])
+def test_log_probabilities_and_entropy_at_a_temperature(temperature, softcap, head):
+    """Of logits / T after their scale and soft-cap, in one pass for both, with the gradients of a loss over both."""
+    extra = {"logits_scaling": 3.0} if softcap is None else {"final_logit_softcapping": softcap}
+    family = "granite" if softcap is None else "gemma2"
+    model = tiny_model(family, attention="flatout_plain", tie_word_embeddings=False, **extra)
+    model.requires_grad_(head in ("trained", "bias"))
+    if head == "bias":
+        model.lm_head.bias = nn.Parameter(torch.randn(300, dtype=torch.float64))
+    elif head == "lora":
+        add_lora(model, LoraConfig(rank=2, targets=["lm_head"]), seed=0)
+        nn.init.normal_(model.lm_head.lora_b, generator=torch.Generator().manual_seed(0))
+    elif head == "new tokens":
+        model.lm_head = TrainedRows(model.lm_head, [4, 299], None)
+    batch = flatten_samples(tiny_samples([6, 11, 2]))
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(len(batch.token_ids), model.config.hidden_size, dtype=torch.float64, generator=generator) * 3
+    states.requires_grad_()
+    trained = [states, *(p for p in model.lm_head.parameters() if p.requires_grad)]
+    num_calls = []
+    token_head_of = TokenHead(model, 3)
+    real = token_head_of.token_losses
+    token_head_of.token_losses = lambda *a, **k: num_calls.append(1) or real(*a, **k)
+    tokens = LabelTokens(states, batch, token_head_of)
+    found_entropy, found = tokens.entropy_at(temperature), tokens.logprobs_at(temperature)
+    term = tokens.entropy_at(temperature, with_graph=True)
+    assert len(num_calls) == 1
+    assert tokens.logprobs_at(temperature) is found
+    factors = torch.linspace(-2, 3, len(found), dtype=torch.float64)
+    gradients = torch.autograd.grad(((found + 0.3 * term) * factors).tanh().sum(), trained)
+
+    product = model.lm_head(states[batch.label_rows])
+    shaped = product / 3 if softcap is None else softcap * torch.tanh(product / softcap)
+    truth = (shaped / temperature).log_softmax(-1).gather(1, batch.label_ids[:, None])[:, 0]
+    entropy = plain_entropy(shaped / temperature)
+    true_gradients = torch.autograd.grad(((truth + 0.3 * entropy) * factors).tanh().sum(), trained)
+    assert not found_entropy.requires_grad
+    for mine, true in (
+        (found, truth),
+        (found_entropy, entropy),
+        (term, entropy),
+        *zip(gradients, true_gradients, strict=True),
+    ):
+        torch.testing.assert_close(mine, true, atol=1e-11, rtol=1e-11)
+    assert torch.equal(tokens.is_correct, shaped.argmax(-1) == batch.label_ids)
+    assert len(num_calls) == 1
+    # read later, it takes another pass, which changes nothing
+    late = LabelTokens(states, batch, token_head_of)
+    assert torch.equal(late.logprobs_at(temperature), found)
+    assert torch.equal(late.entropy_at(temperature), found_entropy)
+
+
+def test_a_temperature_of_1_changes_no_bit_and_0_is_refused():
+    model = tiny_model("llama", attention="flatout_plain").float()
+    batch = flatten_samples(tiny_samples([6, 11]))
+    states = torch.randn(len(batch.token_ids), model.config.hidden_size)
+    tokens = LabelTokens(states, batch, TokenHead(model, 4))
+    assert tokens.logprobs_at(1) is tokens.logprobs
+    direct = TokenHead(model, 4).token_losses(states[batch.label_rows], batch.label_ids).losses
+    assert torch.equal(tokens.logprobs, -direct)
+    for temperature in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(UsageError, match="temperature"):
+            tokens.logprobs_at(temperature)
+
+
+def test_entropy_in_16_bits_and_near_certainty():
+    logits = torch.full((3, 500), -60.0)
+    logits[:, 7] = torch.tensor([-60.0, 0.0, 60.0])
+    _, _, entropies = tiled.token_loss(
+        logits, torch.eye(500), torch.zeros(3, dtype=torch.int64), by_row=True, with_entropy=True
+    )
+    torch.testing.assert_close(entropies, plain_entropy(logits.double()).float(), atol=1e-6, rtol=1e-6)
+    hidden, weight, targets = problem(40, 16, 257, torch.bfloat16)
+    truth = plain_entropy(F.linear(hidden.double(), weight.double()))
+    _, _, entropies = tiled.token_loss(hidden, weight.detach(), targets, tile_rows=7, by_row=True, with_entropy=True)
+    torch.testing.assert_close(entropies.double(), truth, atol=2e-2, rtol=2e-2)
+
+
 @torch.enable_grad()
-def plain_terms(logits, targets, scale, softcap):
-    """Losses, correct rows and gradient by autograd; rows with the target -1 do not count."""
+def plain_terms(logits, targets, scale, softcap, *, with_entropy=False):
+    """Losses, correct rows, gradient by autograd, and entropies; rows with the target -1 do not count."""
     leaf, is_row = logits.detach().double().requires_grad_(), targets >= 0
     shaped = leaf * scale if softcap is None else softcap * torch.tanh(leaf * scale / softcap)
     losses = F.cross_entropy(shaped, targets.clamp(min=0), reduction="none") * is_row
     (gradient,) = torch.autograd.grad(losses.sum(), leaf)
-    return losses.detach(), shaped.argmax(-1) == targets, gradient.to(logits.dtype)
+    entropies = plain_entropy(shaped.detach()) if with_entropy else losses.new_empty(0)
+    return losses.detach(), shaped.argmax(-1) == targets, gradient.to(logits.dtype), entropies
 
 
 @pytest.mark.parametrize("num_rows", [1, 127, 128, 300, 512])
@@ -331,7 +421,7 @@ def test_tiles_that_are_filled_up_give_the_same(num_rows, monkeypatch):
     """Fused tiles, of which all sizes are multiples of 128 rows, in fp32 without their kernel."""
     sizes = []
     monkeypatch.setattr(
-        tiled, "tile_terms", lambda logits, *rest: sizes.append(len(logits)) or plain_terms(logits, *rest)
+        tiled, "tile_terms", lambda logits, *rest, **how: sizes.append(len(logits)) or plain_terms(logits, *rest, **how)
     )
     inputs = problem(num_rows, 5, 31, torch.float32)
     for softcap in (None, 2.0):
@@ -344,6 +434,11 @@ def test_tiles_that_are_filled_up_give_the_same(num_rows, monkeypatch):
     assert not any(size % 128 for size in sizes)
     # once for the sum; by row a trained head takes a second pass
     assert sum(sizes) == 2 * 3 * -(-num_rows // 128) * 128
+    hidden, weight, targets = inputs
+    # a tile of 200 rows is filled up beyond the start of the next one
+    how = {"tile_rows": 200, "fused": True, "by_row": True, "with_entropy": True}
+    entropies = tiled.token_loss(hidden, weight, targets, **how)[2]
+    torch.testing.assert_close(entropies, plain_entropy(hidden @ weight.T), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.gpu
@@ -363,8 +458,14 @@ def test_the_kernel_of_a_tile_equals_autograd(scale, softcap, size, vocabulary, 
     targets[50:100] = logits[50:100].argmax(-1)
     targets[100:110] = -1
     # in fp64, as two gradients rounded to bf16 may differ by one part in 128
-    losses, is_correct, gradient = plain_terms(logits.double(), targets, scale, softcap)
-    found_losses, found_correct, found = tile_terms(logits.clone(), targets, scale, softcap)
+    losses, is_correct, gradient, entropies = plain_terms(logits.double(), targets, scale, softcap, with_entropy=True)
+    found_losses, found_correct, found, nothing = tile_terms(
+        logits.clone(), targets, scale, softcap, with_entropy=False
+    )
+    assert not len(nothing)
+    *with_entropy, found_entropies = tile_terms(logits.clone(), targets, scale, softcap, with_entropy=True)
+    torch.testing.assert_close(found_entropies.double(), entropies, rtol=1e-5, atol=1e-5)
+    assert all(map(torch.equal, with_entropy, (found_losses, found_correct, found)))
     is_row = targets >= 0
     torch.testing.assert_close(found_losses.double(), losses, rtol=1e-6, atol=1e-5)
     assert torch.equal(found_correct.bool(), is_correct)
@@ -379,7 +480,15 @@ def test_the_kernel_of_a_tile_equals_autograd(scale, softcap, size, vocabulary, 
     for value in ("nan", "inf") if softcap is None else ("nan",):
         broken = logits.clone()
         broken[150, vocabulary - 1] = float(value)
-        assert tile_terms(broken, targets, scale, softcap)[0].isfinite().tolist() == [row != 150 for row in range(200)]
+        losses, *_ = tile_terms(broken, targets, scale, softcap, with_entropy=False)
+        assert losses.isfinite().tolist() == [row != 150 for row in range(200)]
+    # a token that cannot come adds nothing to the entropy
+    impossible, column = logits.clone(), int(targets[120] == 0)
+    impossible[120, column] = float("-inf")
+    if softcap is None:
+        *_, found_entropies = tile_terms(impossible, targets, scale, softcap, with_entropy=True)
+        rest = impossible[120].double()[impossible[120].isfinite()] * scale
+        torch.testing.assert_close(found_entropies[120].double(), plain_entropy(rest), rtol=1e-5, atol=1e-5)
 
 
 def test_the_head_is_prepared_for_every_size_of_a_tile(monkeypatch):

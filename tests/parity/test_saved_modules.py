@@ -148,7 +148,7 @@ def test_trained_rows_get_the_gradient_of_the_whole_weight():
     hidden, weight = (torch.randn(n, 8, generator=generator, dtype=torch.float64) for n in (70, 50))
     targets, ids = torch.arange(70) % 50, torch.tensor([3, 49])
     rows = (weight[ids] * 1.5).requires_grad_()
-    loss, _ = token_loss(hidden.requires_grad_(), weight, targets, trained_rows=(ids, rows), tile_rows=16, softcap=5.0)
+    loss, *_ = token_loss(hidden.requires_grad_(), weight, targets, trained_rows=(ids, rows), tile_rows=16, softcap=5.0)
     got = torch.autograd.grad(loss, (hidden, rows))
     whole = weight.index_copy(0, ids, rows.detach()).requires_grad_()
     wanted = F.cross_entropy(scaled_logits(hidden @ whole.T, 1.0, 5.0), targets, reduction="sum")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -21,17 +21,27 @@ ROWS_MULTIPLE = 128
 _NO_TARGET = -1
 
 
-def tile_terms(logits: Tensor, targets: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
+# losses, correct rows, gradients of logits and entropies of a tile; what nobody asked for is empty
+_Terms: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def tile_terms(logits: Tensor, targets: Tensor, scale: float, softcap: float | None, *, with_entropy: bool) -> _Terms:
     """Call `triton.tile_terms`, which imports triton."""
     from flatout.kernels.cross_entropy import triton
 
-    return triton.tile_terms(logits, targets, scale, softcap)
+    return triton.tile_terms(logits, targets, scale, softcap, with_entropy=with_entropy)
+
+
+def row_entropies(logits: Tensor) -> Tensor:
+    """Return the entropy (L,) in nats of the softmax of each row of `logits` (L, V), a few rows at a time."""
+    logprobs = (rows.log_softmax(-1) for rows in logits.split(ROWS_MULTIPLE))
+    return torch.cat([-(rows.exp() * rows).sum(-1) for rows in logprobs])
 
 
 def _plain_terms(
-    product: Tensor, targets: Tensor, scale: float, softcap: float | None, *, with_grad: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `tile_terms` in any dtype, without padding rows; without `with_grad` the third value is empty."""
+    product: Tensor, targets: Tensor, scale: float, softcap: float | None, *, with_entropy: bool, with_grad: bool
+) -> _Terms:
+    """Compute `tile_terms` in any dtype, without padding rows; without `with_grad` no gradients."""
     logits = product.to(torch.promote_types(product.dtype, torch.float32))
     slope = None
     if scale != 1.0:
@@ -40,6 +50,8 @@ def _plain_terms(
         logits.div_(softcap).tanh_()
         slope = 1 - logits.square()
         logits.mul_(softcap)
+    nothing = product.new_empty(0)
+    entropies = row_entropies(logits) if with_entropy else nothing
     picked = targets[:, None]
     top, likeliest = logits.max(-1, keepdim=True)
     own = logits.sub_(top).gather(-1, picked)
@@ -48,10 +60,10 @@ def _plain_terms(
     total, is_correct = others + own.exp(), likeliest == picked
     losses = others.log1p().where(is_correct, total.log() - own)
     if not with_grad:
-        return losses.squeeze(-1), is_correct.squeeze(-1), product.new_empty(0)
+        return losses.squeeze(-1), is_correct.squeeze(-1), nothing, entropies
     logit_grad = logits.scatter_(-1, picked, -others).div_(total)
     logit_grad = (logit_grad * slope if slope is not None else logit_grad).mul_(scale)
-    return losses.squeeze(-1), is_correct.squeeze(-1), logit_grad.to(product.dtype)
+    return losses.squeeze(-1), is_correct.squeeze(-1), logit_grad.to(product.dtype), entropies
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +77,7 @@ class _Tiles:
     fused: bool
     with_grad: bool
     by_row: bool
+    with_entropy: bool
 
     def weight(self, weight: Tensor, row_ids: Tensor | None, row_values: Tensor | None) -> Tensor:
         weight = weight.to(self.dtype)
@@ -74,10 +87,12 @@ class _Tiles:
 
     def terms(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, *, with_grad: bool
-    ) -> Iterator[tuple[slice, Tensor, tuple[Tensor, Tensor, Tensor]]]:
+    ) -> Iterator[tuple[slice, Tensor, _Terms]]:
         """Yield each tile's rows, its hidden states and its `tile_terms`; both padded if fused."""
         fused = self.fused and with_grad
-        terms = tile_terms if fused else partial(_plain_terms, with_grad=with_grad)
+        terms = partial(
+            tile_terms if fused else partial(_plain_terms, with_grad=with_grad), with_entropy=self.with_entropy
+        )
         for start in range(0, len(hidden), self.num_rows):
             rows = slice(start, start + self.num_rows)
             tile, tile_targets = hidden[rows].to(self.dtype), targets[rows]
@@ -106,7 +121,7 @@ class _TiledLoss(torch.autograd.Function):
         row_values: Tensor | None,
         targets: Tensor,
         tiles: _Tiles,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         sum_dtype = torch.promote_types(tiles.dtype, torch.float32)
         compute_weight = tiles.weight(weight, row_ids, row_values)
         trained = (ctx.needs_input_grad[1], row_ids is not None and ctx.needs_input_grad[3])
@@ -118,9 +133,10 @@ class _TiledLoss(torch.autograd.Function):
             rows_grad = torch.zeros_like(row_values, dtype=sum_dtype) if trained[1] else None  # type: ignore[arg-type]
         losses = torch.empty(len(hidden) if tiles.by_row else 0, dtype=sum_dtype, device=hidden.device)
         is_correct = torch.empty(len(losses), dtype=torch.bool, device=hidden.device)
+        entropies = losses.new_empty(len(hidden) if tiles.with_entropy else 0)
         loss_sum = torch.zeros((), dtype=sum_dtype, device=hidden.device)
         num_correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
-        for rows, tile, (tile_losses, tile_correct, logit_grad) in tiles.terms(
+        for rows, tile, (tile_losses, tile_correct, logit_grad, tile_entropies) in tiles.terms(
             hidden, compute_weight, targets, with_grad=needs_grad
         ):
             num_rows = len(targets[rows])
@@ -129,6 +145,7 @@ class _TiledLoss(torch.autograd.Function):
             else:
                 loss_sum += tile_losses.sum()
                 num_correct += tile_correct.sum()
+            entropies[rows] = tile_entropies[:num_rows]
             if hidden_grad is not None:
                 hidden_grad[rows] = (logit_grad @ compute_weight)[:num_rows]
             _add_weight_grads(weight_grad, rows_grad, row_ids, logit_grad, tile)
@@ -138,16 +155,18 @@ class _TiledLoss(torch.autograd.Function):
         ctx.save_for_backward(hidden_grad, weight_grad, rows_grad, *again)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if row_values is None else row_values.dtype)
         ctx.tiles, ctx.trained = tiles, trained
-        outputs = (losses, is_correct) if tiles.by_row else (loss_sum, num_correct)
-        ctx.mark_non_differentiable(outputs[1])
+        outputs = (losses, is_correct, entropies) if tiles.by_row else (loss_sum, num_correct, entropies)
+        ctx.mark_non_differentiable(*outputs[1:])
         return outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, loss_grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, loss_grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad, rows_grad, *again = ctx.saved_tensors
         if again:
-            weight_grad, rows_grad = _weight_grads(again, loss_grad, ctx.tiles, *ctx.trained)
+            weight_grad, rows_grad = _weight_grads(
+                again, loss_grad, replace(ctx.tiles, with_entropy=False), *ctx.trained
+            )
         factors = (loss_grad[:, None], 1, 1) if ctx.tiles.by_row else (loss_grad,) * 3
         hidden_grad, weight_grad, rows_grad = (
             None if grad is None else (grad * factor).to(dtype)
@@ -174,7 +193,7 @@ def _weight_grads(
     weight_grad = torch.zeros_like(weight, dtype=loss_grad.dtype) if trains_weight else None
     rows_grad = torch.zeros_like(row_values, dtype=loss_grad.dtype) if trains_rows else None
     compute_weight = tiles.weight(weight, row_ids, row_values)
-    for rows, tile, (_, _, logit_grad) in tiles.terms(hidden, compute_weight, targets, with_grad=True):
+    for rows, tile, (_, _, logit_grad, _) in tiles.terms(hidden, compute_weight, targets, with_grad=True):
         own = loss_grad[rows]
         scaled = (tile * F.pad(own, (0, len(tile) - len(own)))[:, None]).to(tile.dtype)
         _add_weight_grads(weight_grad, rows_grad, row_ids, logit_grad, scaled)
@@ -199,15 +218,17 @@ def token_loss(
     compute_dtype: torch.dtype | None = None,
     fused: bool | None = None,
     by_row: bool = False,
-) -> tuple[Tensor, Tensor]:
+    with_entropy: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the summed cross-entropy of an output head and the number of rows whose argmax is the target.
 
     hidden (L, D), weight (V, D), targets int64 (L,) in 0..V-1. Logits are u = scale * hidden @ weight.T, with a cap
     softcap * tanh(u / softcap), computed `tile_rows` rows at a time in `compute_dtype` (hidden's when None), summed in
     fp32 (fp64 when the compute is fp64).
     Returns the loss sum (0-d, with its graph; 0 without rows) and the count (0-d int64); with `by_row`, each row's loss
-    (L,), with its graph, and whether its argmax is the target (L,). With a frozen head, forward and backward take two
-    GEMMs in total. A trained weight's gradient is summed over tiles in fp32; by row, it takes two more GEMMs.
+    (L,), with its graph, and whether its argmax is the target (L,). The third value is the entropy of each row's
+    softmax (L,) in nats, without a graph; empty unless `with_entropy`. With a frozen head, forward and backward take
+    two GEMMs in total. A trained weight's gradient is summed over tiles in fp32; by row, it takes two more GEMMs.
     `trained_rows` (ids int64 (n,), values (n, D)) replace rows of a frozen weight, and get a gradient. `fused` computes
     a tile's loss and gradient in one kernel (None: by `is_fused`). Method: one pass over tiles, as in Liger Kernel
     (arXiv:2410.10989, section 3.2).
@@ -217,5 +238,5 @@ def token_loss(
     dtype = compute_dtype or hidden.dtype
     if fused is None:
         fused = is_fused(hidden.device, dtype)
-    tiles = _Tiles(scale, softcap, tile_rows, dtype, fused, torch.is_grad_enabled(), by_row)
+    tiles = _Tiles(scale, softcap, tile_rows, dtype, fused, torch.is_grad_enabled(), by_row, with_entropy)
     return _TiledLoss.apply(hidden, weight, *(trained_rows or (None, None)), targets, tiles)

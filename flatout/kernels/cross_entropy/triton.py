@@ -63,22 +63,31 @@ def _add_block(
 
 @triton.jit
 def _write_block(
-    row, start, num_columns, log_total, scale, softcap,
-    CAPPED: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr,
+    row, start, num_columns, log_total, entropy, scale, softcap,
+    CAPPED: tl.constexpr, COLUMNS: tl.constexpr, MASKED: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """Replace logits by their gradient, without the target's 1."""
+    """Replace logits by their gradient, without the target's 1; return each thread's part of the entropy so far."""
     columns, mask, values = _block(row, start, num_columns, COLUMNS, MASKED)
-    gradient = _gradient(_shaped(values, scale, softcap, CAPPED), log_total, 0.0, scale, softcap, CAPPED)
+    shaped = _shaped(values, scale, softcap, CAPPED)
+    gradient = _gradient(shaped, log_total, 0.0, scale, softcap, CAPPED)
+    if ENTROPY:
+        surprise = log_total - shaped
+        terms = tl.exp2(shaped * _LOG2_E - log_total * _LOG2_E) * surprise
+        if MASKED:
+            terms = tl.where(mask, terms, 0.0)
+        # a logit of -inf adds nothing, not 0 * inf
+        entropy += tl.sum(tl.where(surprise < float("inf"), terms, 0.0), 1)
     if MASKED:
         tl.store(row + columns, gradient.to(row.dtype.element_ty), mask=mask)
     else:
         tl.store(row + columns, gradient.to(row.dtype.element_ty))
+    return entropy
 
 
 @triton.jit
 def _row_terms(
-    logits, targets, losses, correct, num_columns, scale, softcap,
-    CAPPED: tl.constexpr, COLUMNS: tl.constexpr,
+    logits, targets, losses, correct, entropies, num_columns, scale, softcap,
+    CAPPED: tl.constexpr, COLUMNS: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     target, row = tl.load(targets + index), logits + index * num_columns
@@ -98,10 +107,17 @@ def _row_terms(
         )
     top = tl.max(largest, 0)
     log_total = top + tl.log(tl.sum(total * tl.exp(largest - top), 0))
+    entropy = tl.zeros((COLUMNS // 8,), tl.float32)
     for start in range(0, num_whole, COLUMNS):
-        _write_block(row, start, num_columns, log_total, scale, softcap, CAPPED, COLUMNS, False)
+        entropy = _write_block(
+            row, start, num_columns, log_total, entropy, scale, softcap, CAPPED, COLUMNS, False, ENTROPY
+        )
     if num_whole < num_columns:
-        _write_block(row, num_whole, num_columns, log_total, scale, softcap, CAPPED, COLUMNS, True)
+        entropy = _write_block(
+            row, num_whole, num_columns, log_total, entropy, scale, softcap, CAPPED, COLUMNS, True, ENTROPY
+        )
+    if ENTROPY:
+        tl.store(entropies + index, tl.sum(entropy, 0))
     # the target's gradient replaces what another thread has written
     tl.debug_barrier()
     gradient = _gradient(own, log_total, 1.0, scale, softcap, CAPPED)
@@ -111,9 +127,12 @@ def _row_terms(
     tl.store(correct + index, (is_row & (own == top) & (tl.max(before, 0) < top)).to(tl.int64))
 
 
-def tile_terms(logits: Tensor, targets: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
+def tile_terms(
+    logits: Tensor, targets: Tensor, scale: float, softcap: float | None, *, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return losses (R,) fp32, which rows are correct (R,) int64, and d loss / d logits, which replaces the logits.
 
+    The fourth value is the entropy of each row in nats, (R,) fp32; empty unless `with_entropy`.
     logits (R, V) in 16 bit, contiguous on CUDA, are the output of the head's GEMM, targets int64 (R,). All arithmetic
     is fp32. Rows with the target -1 have no loss and are not correct, but their gradient is not zero. The running
     maximum and sum are those of Milakov and Gimelshein 2018 (arXiv:1805.02867).
@@ -121,9 +140,10 @@ def tile_terms(logits: Tensor, targets: Tensor, scale: float, softcap: float | N
     num_rows, num_columns = logits.shape
     losses = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     correct = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    entropies = losses.new_empty(num_rows if with_entropy else 0)
     with torch.cuda.device(logits.device):
         _row_terms[(num_rows,)](
-            logits, targets, losses, correct, num_columns, scale, 1.0 if softcap is None else softcap,
-            CAPPED=softcap is not None, COLUMNS=_COLUMNS, num_warps=_WARPS,
+            logits, targets, losses, correct, entropies, num_columns, scale, 1.0 if softcap is None else softcap,
+            CAPPED=softcap is not None, COLUMNS=_COLUMNS, ENTROPY=with_entropy, num_warps=_WARPS,
         )  # fmt: skip
-    return losses, correct, logits
+    return losses, correct, logits, entropies

@@ -45,6 +45,30 @@ class Focal(Objective):
 '''
 
 
+TEMPERED = '''
+from flatout import LabelTokens, Metric, Objective
+
+class Tempered(Objective):
+    """Cross-entropy at a temperature less a part of the entropy."""
+    metrics = {"entropy": Metric("lower"), "right": Metric(per="labels")}
+
+    def __call__(self, tokens: LabelTokens):
+        entropy = tokens.entropy_at(0.7)
+        loss = -tokens.logprobs_at(0.7).sum() - 0.1 * tokens.entropy_at(0.7, with_graph=True).sum()
+        return {"loss": loss - 0.01 * tokens.logprobs.square().sum(), "entropy": entropy.sum(),
+                "right": tokens.is_correct.sum()}
+'''
+
+
+def test_verify_proves_a_loss_at_a_temperature_with_entropy(tiny, tmp_path):
+    (tmp_path / "own.py").write_text(TEMPERED)
+    config = tiny.config(tmp_path / "run", objective={"path": f"{tmp_path / 'own.py'}:Tempered"})
+    (tmp_path / "run.yaml").write_text(dump_config(config, only_given=True))
+    assert main(["verify", str(tmp_path / "run.yaml"), "--ranks", "1"]) == 0
+    rows = json.loads((tmp_path / "run" / "verify.json").read_text())["rows"]
+    assert {row["case"] for row in rows if row["verdict"] == "ok"} >= {"packed", "each sample alone"}
+
+
 @pytest.fixture
 def focal(tmp_path):
     """FILE.py:CLASS of a person's own loss."""
