@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -77,7 +78,7 @@ class ModelWithLoss(nn.Module):
         compute: Compute | None = None,
         estimates: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> tuple[torch.Tensor, ...]:
-        """Return the objective's sums in the order of their names; strategies find the tensors in a plain tuple.
+        """Return the objective's values in the order of `value_names`; strategies find the tensors in a plain tuple.
 
         With `compute`, return what it does instead: strategies gather sharded weights only around this method.
         `estimates` has what `Objective.estimates` names; without it, they are 0.
@@ -145,16 +146,18 @@ def observe_layers(loss: ModelWithLoss, batch: PackedBatch) -> tuple[torch.Tenso
 
 
 def sums_of(objective: Objective, inputs: LossInputs, *, estimates: bool = False) -> tuple[torch.Tensor, ...]:
-    """Return an objective's sums over a micro-batch in the order of their names; only the loss has a graph.
+    """Return an objective's values over a micro-batch in the order of `value_names`; only the loss has a graph.
 
     With `estimates`, they are what `Objective.estimate` returns. A micro-batch without labels adds nothing. Raises
     UsageError for a wrong return, and for errors of a person's file.
     """
-    names = objective.estimates if estimates else objective.sum_names
+    names = objective.estimates if estimates else objective.value_names
     if not inputs.batch.num_label_tokens:
         # every weight that the loss reaches stays in its graph
         loss_sum = inputs.nothing()
-        return loss_sum, *(loss_sum.new_zeros(()) for _ in names[1:])
+        num_sums = len(names if estimates else objective.sum_names)
+        nothing = [0.0] * (num_sums - 1) + [-math.inf] * (len(names) - num_sums)
+        return loss_sum, *(loss_sum.new_full((), value) for value in nothing)
     inputs.scope = objective.scope
     try:
         sums = objective.estimate(inputs) if estimates else objective(inputs)
@@ -180,7 +183,7 @@ def sums_of(objective: Objective, inputs: LossInputs, *, estimates: bool = False
         declared = f"; name others in `metrics`: {more[0]!r}: Metric()" if more else ""
         raise UsageError(
             f"objective {objective.name} returned {wrong}; expected a mapping of {', '.join(names)} to tensors without "
-            f"dimensions, sums over the micro-batch{declared}"
+            f"dimensions, sums or maxima over the micro-batch{declared}"
         )
     if inputs.states.requires_grad and not (estimates or sums["loss"].requires_grad):
         raise UsageError(

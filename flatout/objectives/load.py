@@ -71,16 +71,30 @@ def _wrong_metrics(kind: type[Objective]) -> Iterator[tuple[str, Any, str]]:
         return
     sums = {name for name, metric in metrics.items() if isinstance(metric, Metric) and metric.difference is None}
     for name, metric in metrics.items():
-        if not isinstance(metric, Metric):
-            yield f"metrics[{name!r}]", metric, "a flatout.Metric, such as Metric('lower')"
-        elif metric.better not in ("higher", "lower"):
-            yield f"metrics[{name!r}].better", metric.better, "higher or lower"
-        elif metric.per is not None and metric.per not in counts:
-            yield f"metrics[{name!r}].per", metric.per, one_of
-        elif not (metric.difference is None or _are_two_of(sums, metric.difference)):
-            yield f"metrics[{name!r}].difference", metric.difference, f"two of the metrics {', '.join(sorted(sums))}"
+        if (wrong := _wrong_metric(metric, counts, one_of, sums)) is not None:
+            where, value, expected = wrong
+            yield f"metrics[{name!r}]{where}", value, expected
     if "loss" in metrics:
         yield "metrics", "loss", "the other sums only"
+
+
+def _wrong_metric(
+    metric: Any, counts: Collection[str], one_of: str, sums: Collection[str]
+) -> tuple[str, Any, str] | None:
+    """Return the field of a metric that is wrong, its value and what is expected."""
+    if not isinstance(metric, Metric):
+        return "", metric, "a flatout.Metric, such as Metric('lower')"
+    if metric.better not in ("higher", "lower"):
+        return ".better", metric.better, "higher or lower"
+    if metric.reduce not in ("sum", "max"):
+        return ".reduce", metric.reduce, "sum or max"
+    if metric.reduce == "max" and (divided := metric.per or metric.difference):
+        return "", divided, "neither per nor difference, as reduce is 'max'"
+    if metric.per is not None and metric.per not in counts:
+        return ".per", metric.per, one_of
+    if not (metric.difference is None or _are_two_of(sums, metric.difference)):
+        return ".difference", metric.difference, f"two of the metrics {', '.join(sorted(sums))}"
+    return None
 
 
 def _are_two_of(names: Collection[str], pair: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
@@ -21,16 +22,17 @@ COUNTED = ("labels", "samples", "units")
 
 
 class Metric(NamedTuple):
-    """A sum that an objective returns beside its loss.
+    """A sum, or a maximum, that an objective returns beside its loss.
 
     `better` says which values are best, for `eval.best`. The metric is the sum divided by the count of `per` (as
     `Objective.normalizer`); None: by what the loss is divided by. With `difference`, it is no sum, but one other metric
-    less a second one.
+    less a second one. With `reduce` max, it is the largest value of all micro-batches and ranks, divided by nothing.
     """
 
     better: Literal["higher", "lower"] = "higher"
     per: str | None = None
     difference: tuple[str, str] | None = None
+    reduce: Literal["sum", "max"] = "sum"
 
 
 class Objective(Section):
@@ -56,7 +58,7 @@ class Objective(Section):
     normalizer: ClassVar[str] = "labels"
     """What the loss is divided by: the step's number of labels, samples or units, or the sum of a column it needs."""
     metrics: ClassVar[Mapping[str, Metric]] = {}
-    """The sums besides `loss`, by name."""
+    """The sums and maxima besides `loss`, by name."""
     usual_lr: ClassVar[Mapping[str, float]] = LR_OF_METHOD
     """The learning rate by method: for the weights what papers and their code take, for adapters ten times as much."""
     estimates: ClassVar[tuple[str, ...]] = ()
@@ -101,14 +103,26 @@ class Objective(Section):
     @property
     def sum_names(self) -> tuple[str, ...]:
         """The names of all sums, the loss first."""
-        return ("loss", *(name for name, metric in self.metrics.items() if metric.difference is None))
+        return ("loss", *self._reduced_by("sum"))
 
-    def means(self, sums: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
-        """Return the loss and the metrics by name, of sums and what each is divided by, in the order of `sum_names`.
+    @property
+    def value_names(self) -> tuple[str, ...]:
+        """The names of what `__call__` returns: `sum_names`, and then those of maxima."""
+        return (*self.sum_names, *self._reduced_by("max"))
 
-        A metric with nothing to divide by is left out.
+    def _reduced_by(self, reduce: str) -> tuple[str, ...]:
+        metrics = self.metrics.items()
+        return tuple(name for name, metric in metrics if metric.difference is None and metric.reduce == reduce)
+
+    def means(self, values: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
+        """Return the loss and the metrics by name, of values by `value_names` and what each of the sums is divided by.
+
+        A metric with nothing to divide by, and a maximum of nothing, which is -inf, are left out.
         """
+        sums, maxima = values[: len(counts)], values[len(counts) :]
         means = {name: total / count for name, total, count in zip(self.sum_names, sums, counts, strict=True) if count}
+        names = self.value_names[len(counts) :]
+        means |= {name: value for name, value in zip(names, maxima, strict=True) if value != -math.inf}
         for name, metric in self.metrics.items():
             if metric.difference is not None and means.keys() >= set(metric.difference):
                 means[name] = means[metric.difference[0]] - means[metric.difference[1]]
@@ -147,7 +161,7 @@ class Objective(Section):
         raise NotImplementedError(f"{type(self).__name__} has no estimate")
 
     def __call__(self, inputs: Any) -> Mapping[str, Tensor]:
-        """Return the sums over a micro-batch by name, each without dimensions; only `loss` needs its graph.
+        """Return the sums and maxima over a micro-batch by name, without dimensions; only `loss` needs its graph.
 
         `inputs` are LabelTokens, or SampleScores for an objective that `reads` scores.
         """

@@ -24,14 +24,17 @@ from flatout.track.record import EvalFigures, EvalRecord, WorstSample
 from flatout.trainer.answers import answer_prompts
 from flatout.trainer.metrics import finite_metrics
 from flatout.trainer.passes import (
+    add_values,
     autocast,
     compute_eval_estimates,
     inference,
+    no_values,
     run_with_oom_retry,
     sum_unless_stopped,
     until_stopped,
 )
 from flatout.trainer.picture_inputs import recorded
+from flatout.trainer.rank_meter import scatter_maxima
 from flatout.trainer.state import TrainingRun
 from flatout.trainer.step_guards import not_finite
 
@@ -109,22 +112,33 @@ def evaluate(run: TrainingRun, worst: WorstSamples) -> tuple[EvalFigures, dict[s
 
     `worst` reads the losses of their tokens.
     """
-    num_sums = len(run.planned.objective.sum_names)
-    set_sums = torch.zeros(len(run.eval_sets), num_sums, dtype=torch.float64, device=run.device)
+    set_values = []
     with inference(run):
-        for set_index, (own_sums, eval_set) in enumerate(zip(set_sums, run.eval_sets, strict=True)):
+        for set_index, eval_set in enumerate(run.eval_sets):
             run_passes = partial(_sum_passes, run, worst, set_index, compute_eval_estimates(run, eval_set))
             loader = run.loader_of(eval_set)
-            own_sums += run_with_oom_retry(run, eval_set.plan, eval_set.step, loader, "evaluation", run_passes)
-    sums_by_set = sum_unless_stopped(run, set_sums).tolist()
+            set_values.append(run_with_oom_retry(run, eval_set.plan, eval_set.step, loader, "evaluation", run_passes))
+    set_sums, set_maxima = _over_ranks(run, torch.stack(set_values))
+    values_by_set = torch.cat([set_sums, set_maxima], dim=1).tolist()
     counts_by_set = [eval_set.normalizers.step_normalizers(eval_set.step) for eval_set in run.eval_sets]
     label_tokens = [eval_set.step.num_label_tokens for eval_set in run.eval_sets]
     by_data = {
         eval_set.name: _figures(run, *figures)
-        for eval_set, *figures in zip(run.eval_sets, sums_by_set, counts_by_set, label_tokens, strict=True)
+        for eval_set, *figures in zip(run.eval_sets, values_by_set, counts_by_set, label_tokens, strict=True)
     }
-    sums, counts = ([sum(values) for values in zip(*by_set, strict=True)] for by_set in (sums_by_set, counts_by_set))
-    return _figures(run, sums, counts, sum(label_tokens)), by_data
+    sums, counts = (
+        [sum(column) for column in zip(*by_set, strict=True)] for by_set in (set_sums.tolist(), counts_by_set)
+    )
+    return _figures(run, [*sums, *set_maxima.amax(0).tolist()], counts, sum(label_tokens)), by_data
+
+
+def _over_ranks(run: TrainingRun, set_values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums and the maxima over ranks of values (sets, num_values); collective. Raises PassesStopped."""
+    sums, maxima = set_values.tensor_split([len(run.planned.objective.sum_names)], dim=1)
+    rows = scatter_maxima(maxima.flatten(), run.rank)
+    totals = sum_unless_stopped(run, torch.cat([sums.flatten(), rows]))
+    maxima_by_rank = totals[sums.numel() :].view(run.rank.world, *maxima.shape)
+    return totals[: sums.numel()].view(sums.shape), maxima_by_rank.amax(0)
 
 
 def _sum_passes(
@@ -135,17 +149,17 @@ def _sum_passes(
     passes: Sequence[MicroBatch],
     batches: Iterator[PackedBatch],
 ) -> Tensor:
-    total = torch.zeros(len(run.planned.objective.sum_names), dtype=torch.float64, device=run.device)
+    totals = no_values(run)
     worst.start(set_index)
     for micro_batch, batch in zip(passes, until_stopped(run, batches), strict=False):
         with autocast(run), worst.reading(set_index, micro_batch):
-            sums = run.loss_module(batch, None, estimates)
-        total += torch.stack([value.double() for value in sums])
-    return total
+            values = run.loss_module(batch, None, estimates)
+        add_values(run, totals, values)
+    return totals
 
 
-def _figures(run: TrainingRun, sums: Sequence[float], counts: Sequence[float], num_label_tokens: int) -> EvalFigures:
-    metrics = run.planned.objective.means(sums, counts)
+def _figures(run: TrainingRun, values: Sequence[float], counts: Sequence[float], num_label_tokens: int) -> EvalFigures:
+    metrics = run.planned.objective.means(values, counts)
     loss = metrics.pop("loss", 0.0)
     return EvalFigures(loss, metrics.get("token_accuracy"), num_label_tokens, finite_metrics(run, metrics))
 

@@ -44,9 +44,9 @@ class Normalizers:
             return step.num_label_tokens
         return float(self.values[name][list(step.sample_ids)].sum())
 
-    def means(self, sums: Sequence[float], step: StepPlan) -> tuple[float, dict[str, float]]:
+    def means(self, values: Sequence[float], step: StepPlan) -> tuple[float, dict[str, float]]:
         """Return the step's loss, and its metrics by name without those that have nothing to divide by."""
-        metrics = self.objective.means(sums, self.step_normalizers(step))
+        metrics = self.objective.means(values, self.step_normalizers(step))
         return metrics.pop("loss"), metrics
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import takewhile
@@ -125,6 +126,24 @@ def sum_unless_stopped(run: TrainingRun, values: Tensor) -> Tensor:
     if num_stopping.item():
         raise PassesStopped
     return sums[:-1].reshape(values.shape)
+
+
+def no_values(run: TrainingRun) -> Tensor:
+    """Return the objective's values over no micro-batch, fp64, by `Objective.value_names`: 0, and -inf for maxima."""
+    objective = run.planned.objective
+    values = torch.zeros(len(objective.value_names), dtype=torch.float64, device=run.device)
+    values[len(objective.sum_names) :] = -math.inf
+    return values
+
+
+def add_values(run: TrainingRun, totals: Tensor, values: Sequence[Tensor]) -> None:
+    """Add a micro-batch's values to the totals of `no_values`, in place."""
+    num_sums = len(run.planned.objective.sum_names)
+    for place, (total, value) in enumerate(zip(totals.unbind(), values, strict=True)):
+        if place < num_sums:
+            total += value.detach()
+        else:
+            torch.maximum(total, value.detach(), out=total)
 
 
 def run_with_oom_retry(

@@ -261,7 +261,7 @@ def plan_evaluation(
             reporter.event("overlap", {**where, "eval_samples_also_trained_on": num_seen})
     counts_by_set = [eval_set.normalizers.step_normalizers(eval_set.step) for eval_set in eval_sets]
     counts = [sum(set_counts) for set_counts in zip(*counts_by_set, strict=True)]
-    if eval_sets and best not in (known := objective.means(counts, counts)):
+    if eval_sets and best not in (known := objective.means([0.0] * len(objective.value_names), counts)):
         raise DataError(
             f"eval.best: {best} has no value on the evaluation data, which lacks the answers that it is a "
             f"mean over; take other rows, or one of {', '.join(known)}"

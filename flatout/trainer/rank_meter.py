@@ -161,6 +161,13 @@ def scatter_figures(figures: RankFigures, rank: Rank, device: torch.device) -> T
     return rows.flatten().to(device, non_blocking=True)
 
 
+def scatter_maxima(maxima: Tensor, rank: Rank) -> Tensor:
+    """Return (world * n,) zeros with a rank's `maxima` (n,) in its place: their sum over ranks has every rank's."""
+    rows = maxima.new_zeros(rank.world, len(maxima))
+    rows[rank.index] = maxima
+    return rows.flatten()
+
+
 def gathered_figures(values: Sequence[float]) -> tuple[RankFigures, ...]:
     """Return every rank's figures from the sum of what `scatter_figures` returned; empty for one rank."""
     rows = (values[start : start + NUM_FIGURES] for start in range(0, len(values), NUM_FIGURES))
@@ -265,8 +272,8 @@ def _handle(index: int) -> Any:
 class HostTotals:
     """A step's totals over ranks, read by the host."""
 
-    sums: tuple[float, ...]
-    """The objective's sums in the order of `Objective.sum_names`; empty for a step without label tokens."""
+    values: tuple[float, ...]
+    """The objective's values in the order of `Objective.value_names`; empty for a step without label tokens."""
     num_stopping: float
     """The number of ranks that were asked to stop."""
     rank_figures: tuple[RankFigures, ...]
@@ -278,10 +285,12 @@ class HostTotals:
 
 
 class StepTotals(NamedTuple):
-    """A step's totals on the device, fp64: this rank's part, or their sum over ranks."""
+    """A step's totals on the device, fp64: this rank's part, or those over ranks."""
 
     sums: Tensor
     """(num_sums,): the objective's sums in the order of `Objective.sum_names`."""
+    maxima: Tensor
+    """(num_maxima,): the objective's maxima; of a rank's part, as `scatter_maxima` returns them."""
     num_stopping: Tensor
     """(1,): the number of ranks that were asked to stop."""
     rank_figures: Tensor
@@ -292,17 +301,21 @@ class StepTotals(NamedTuple):
     """(1,): the global L2 norm before clipping, which is no sum; (0,) until it is known."""
 
     @classmethod
-    def of_rank(cls, rank: Rank, figures: RankFigures, *, stops: bool, sums: Tensor, aux_loss_sums: Tensor) -> Self:
+    def of_rank(
+        cls, rank: Rank, figures: RankFigures, *, stops: bool, sums: Tensor, maxima: Tensor, aux_loss_sums: Tensor
+    ) -> Self:
         """Return a rank's part of a step; `stops` says whether it was asked to stop."""
         device = sums.device
         # filled on the device, so that the host does not wait
         stop = torch.full((1,), float(stops), dtype=torch.float64, device=device)
         nothing = torch.zeros(0, dtype=torch.float64, device=device)
-        return cls(sums, stop, scatter_figures(figures, rank, device), aux_loss_sums, nothing)
+        by_rank = (scatter_maxima(maxima, rank), stop, scatter_figures(figures, rank, device))
+        return cls(sums, *by_rank, aux_loss_sums, nothing)
 
-    def summed(self, sum_values: Callable[[Tensor], Tensor]) -> Self:
-        """Return the sum over ranks, in one collective."""
-        return type(self)(*sum_values(torch.cat(self)).split(self._lengths))
+    def over_ranks(self, rank: Rank, sum_values: Callable[[Tensor], Tensor]) -> Self:
+        """Return the totals over ranks, in one collective."""
+        totals = type(self)(*sum_values(torch.cat(self)).split(self._lengths))
+        return totals._replace(maxima=totals.maxima.view(rank.world, -1).amax(0))
 
     def is_unusable(self) -> Tensor:
         """Return whether no update may be made (0-d): the loss or the norm is not finite, or a rank stops."""
@@ -325,5 +338,6 @@ class StepTotals(NamedTuple):
     def _unpack(self, values: Sequence[float]) -> HostTotals:
         remaining = iter(values)
         parts = [tuple(next(remaining) for _ in range(length)) for length in self._lengths]
-        sums, (num_stopping,), figures, aux_loss_sums, grad_norm = parts
-        return HostTotals(sums, num_stopping, gathered_figures(figures), aux_loss_sums, *(grad_norm or (0.0,)))
+        sums, maxima, (num_stopping,), figures, aux_loss_sums, grad_norm = parts
+        values = (*sums, *maxima)
+        return HostTotals(values, num_stopping, gathered_figures(figures), aux_loss_sums, *(grad_norm or (0.0,)))

@@ -29,7 +29,14 @@ from flatout.optim.update import (
 )
 from flatout.parallel.shards import local_part
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
-from flatout.trainer.passes import autocast, compute_step_estimates, run_with_oom_retry, until_stopped_in_step
+from flatout.trainer.passes import (
+    add_values,
+    autocast,
+    compute_step_estimates,
+    no_values,
+    run_with_oom_retry,
+    until_stopped_in_step,
+)
 from flatout.trainer.rank_meter import HostTotals, RankFigures, StepTotals
 from flatout.trainer.state import TrainingRun
 from flatout.trainer.step_guards import SKIPPED_SPIKE, guard_spike, require_finite
@@ -78,20 +85,22 @@ def launch_step(run: TrainingRun, step: StepPlan) -> Pending:
     if run.planned.normalizers.loss_normalizer(step) == 0:
         return skip_step(run)
     run.rank_meter.start_step(run.loader.wait_s)
-    sums = accumulate_gradients(run, step)
+    values = accumulate_gradients(run, step)
     figures = run.rank_meter.figures(run.loader.wait_s)
     run.watch.set_phase("sum")
     with run.rank_meter.phase("gradient_sum"):
         # before any other collective, as ranks may have started these sums in their backward passes
         run.strategy.sum_gradients(run.parameters)
-    return apply_update(run, step, sum_totals(run, figures, sums, run.aux_loss.sums), figures)
+    return apply_update(run, step, sum_totals(run, figures, values, run.aux_loss.sums), figures)
 
 
-def sum_totals(run: TrainingRun, figures: RankFigures, sums: Tensor, aux_loss_sums: Tensor) -> StepTotals:
+def sum_totals(run: TrainingRun, figures: RankFigures, values: Tensor, aux_loss_sums: Tensor) -> StepTotals:
     """Return a step's totals over ranks; collective."""
-    stops = run.stop.requested
-    mine = StepTotals.of_rank(run.rank, figures, stops=stops, sums=sums, aux_loss_sums=aux_loss_sums)
-    return mine.summed(run.strategy.sum_values)
+    sums, maxima = values.tensor_split([len(run.planned.objective.sum_names)])
+    mine = StepTotals.of_rank(
+        run.rank, figures, stops=run.stop.requested, sums=sums, maxima=maxima, aux_loss_sums=aux_loss_sums
+    )
+    return mine.over_ranks(run.rank, run.strategy.sum_values)
 
 
 def skip_step(run: TrainingRun) -> Pending:
@@ -119,7 +128,7 @@ def discard_step(run: TrainingRun) -> None:
 
 
 def accumulate_gradients(run: TrainingRun, step: StepPlan) -> Tensor:
-    """Run this rank's micro-batches as `run_with_oom_retry`; return the objective's sums, fp64, the loss first."""
+    """Run this rank's micro-batches as `run_with_oom_retry`; return the objective's values as `no_values` has them."""
     run_passes = partial(_backward_micro_batches, run, step, compute_step_estimates(run, step))
     return run_with_oom_retry(run, run.plan, step, run.loader, "training", run_passes)
 
@@ -133,20 +142,18 @@ def _backward_micro_batches(
 ) -> Tensor:
     run.fused_lora.refresh()
     normalizer = run.planned.normalizers.loss_normalizer(step)
-    sums = torch.zeros(len(run.planned.objective.sum_names), dtype=torch.float64, device=run.device)
-    local_sums = sums.unbind()
+    values = no_values(run)
     start_aux_loss(run, step, micro_batches)
     for index, batch in enumerate(until_stopped_in_step(run, batches)):
         with run.strategy.accumulate(last=index == len(micro_batches) - 1), foreach_accumulate(run.optimizer):
             with run.rank_meter.phase("forward", num_tokens=batch.num_tokens):
-                pass_sums = forward_pass(run, step, index, batch, None, estimates)
+                pass_values = forward_pass(run, step, index, batch, None, estimates)
             with run.rank_meter.phase("backward"):
                 # the plan fixes this normalizer before step 0, so ranks need no collective for it
-                loss = run.scaler.scale(pass_sums[0] / normalizer)
+                loss = run.scaler.scale(pass_values[0] / normalizer)
                 loss.backward()
-        for local_sum, value in zip(local_sums, pass_sums, strict=True):
-            local_sum += value.detach()
-    return sums
+        add_values(run, values, pass_values)
+    return values
 
 
 def forward_pass(run: TrainingRun, step: StepPlan, index: int, batch: PackedBatch, *how: Any) -> tuple[Tensor, ...]:
@@ -243,7 +250,7 @@ def outcome_of(
     if totals.num_stopping:
         discard_step(run)
         return None
-    (loss, metrics), grad_norm = run.planned.normalizers.means(totals.sums, step), totals.grad_norm
+    (loss, metrics), grad_norm = run.planned.normalizers.means(totals.values, step), totals.grad_norm
     skipped = None
     if run.scaler.is_enabled() and math.isfinite(loss) and not math.isfinite(grad_norm):
         skipped, grad_norm = "fp16 overflow", 0.0

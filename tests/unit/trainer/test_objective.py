@@ -69,6 +69,60 @@ def test_verify_proves_a_loss_at_a_temperature_with_entropy(tiny, tmp_path):
     assert {row["case"] for row in rows if row["verdict"] == "ok"} >= {"packed", "each sample alone"}
 
 
+LARGEST = '''
+from flatout import Metric, Objective
+
+class Largest(Objective):
+    """Cross-entropy, with the largest and the least loss of a token."""
+    metrics = {"largest": Metric("lower", reduce="max"), "mean": Metric(), "least": Metric(reduce="max"),
+               "gap": Metric(difference=("largest", "mean"))}
+
+    def __call__(self, tokens):
+        losses = -tokens.logprobs
+        return {"largest": losses.max(), "least": -losses.min(), "mean": losses.sum(), "loss": losses.sum()}
+'''
+
+
+@pytest.mark.parametrize("ranks", [[2], pytest.param([3], marks=pytest.mark.exhaustive)])
+def test_a_maximum_is_that_of_all_micro_batches_ranks_and_sets(tiny, tmp_path, metrics_of, ranks):
+    (tmp_path / "own.py").write_text(LARGEST)
+    train_of = {"one pass": {"micro_batch_tokens": 4000}, "passes": {"micro_batch_tokens": 500}}
+    train_of |= {f"{world} ranks": {"micro_batch_tokens": 500} for world in ranks}
+    found = {}
+    for name, batch in train_of.items():
+        world = int(name[0]) if "ranks" in name else 1
+        config = tiny.config(
+            tmp_path / name,
+            model={"name": str(tiny.model_dir), "precision": "fp64"},
+            objective={"path": f"{tmp_path / 'own.py'}:Largest"},
+            batch={"max_steps": 2, "samples_per_step": 7, **batch},
+            optim={"lr": 1e-30},
+            eval={"fraction": 0.1, "best": "largest", "prompts": []},
+            **({"gpus": [*range(world)]} if world > 1 else {}),
+        )
+        (tmp_path / "run.yaml").write_text(dump_config(config, only_given=True))
+        assert main(["train", str(tmp_path / "run.yaml")]) == 0
+        found[name] = [one["metrics"] for kind in ("step", "eval") for one in metrics_of(config.folder, kind)]
+    planned = open_and_plan(config, Reporter(), Rank())
+    model = AutoModelForCausalLM.from_pretrained(config.model.name, dtype=torch.float64)
+    samples = [(planned.store, planned.plan.step(step).sample_ids) for step in (0, 1)]
+    samples += [(planned.eval_sets[0].store, planned.eval_sets[0].step.sample_ids)] * 2
+    for place, (store, sample_ids) in enumerate(samples):
+        losses = np.concatenate([token_losses(model, *store.sample(one).pair) for one in sample_ids])
+        values = {"largest": losses.max(), "least": -losses.min(), "mean": losses.mean()}
+        values["gap"] = values["largest"] - values["mean"]
+        for name, metrics in found.items():
+            assert metrics[place] == pytest.approx(values, rel=1e-6), name
+
+
+@torch.no_grad()
+def token_losses(model: Any, token_ids: Any, loss_mask: Any) -> Any:
+    """The losses of a sample's label tokens, by the plain model."""
+    ids, mask = (torch.from_numpy(np.array(part)) for part in (token_ids, loss_mask))
+    logits = model(ids[None].long()).logits[0, :-1]
+    return torch.nn.functional.cross_entropy(logits, ids[1:].long(), reduction="none")[mask[1:].bool()].numpy()
+
+
 @pytest.fixture
 def focal(tmp_path):
     """FILE.py:CLASS of a person's own loss."""
@@ -310,6 +364,9 @@ UNUSABLE: list[Any] = [
         "the name of a field is 'kind'; expected another",
     ),
     (('Metric("higher")', "Metric('max')"), r"better is 'max'; expected higher or lower"),
+    (('Metric("higher")', "Metric(reduce='max')"), None),
+    (('Metric("higher")', "Metric(reduce='mean')"), r"\['certainty'\].reduce is 'mean'; expected sum or max"),
+    (('Metric("higher")', "Metric(per='labels', reduce='max')"), r"\['certainty'\] is 'labels'; expected neither per"),
     *(
         (("    gamma: float", f"    {declared}\n    gamma: float"), said)
         for declared, said in {
