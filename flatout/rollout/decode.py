@@ -7,7 +7,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import groupby
 
 import torch
@@ -35,9 +35,13 @@ _WHOLE, _BLOCK = float(1 << 48), 1024
 
 @dataclass(slots=True)
 class PendingCompletion:
-    """An answer on the host. `num_drawn` counts tokens that the device has drawn, read or not."""
+    """An answer on the host. `num_drawn` counts tokens that the device has drawn, read or not.
+
+    `prompt` is the prompt's index in the call, `prompt_number` the number that its draws depend on.
+    """
 
     prompt: int
+    prompt_number: int
     completion: int
     prompt_ids: Sequence[int]
     limit: int
@@ -72,7 +76,7 @@ class DecodeState:
         self, num_places: int, length: int, params: SamplingParams, device: torch.device,
         broadcast_tokens: Callable[[Tensor], Tensor],
     ) -> None:  # fmt: skip
-        self._params, self._broadcast_tokens, self.last_position = params, broadcast_tokens, length - 1
+        self.params, self._broadcast_tokens, self.last_position = params, broadcast_tokens, length - 1
         integers = [torch.zeros(num_places, dtype=torch.int64, device=device) for _ in range(4)]
         self.tokens, self.positions, self._counts, self._keys = integers
         self.logprobs = torch.zeros(num_places, dtype=torch.float64, device=device)
@@ -82,11 +86,11 @@ class DecodeState:
     def begin(self, answers: Sequence[PendingCompletion], first: int, logits: Tensor) -> None:
         """Draw the first token of answers at places from `first` on; logits (answers, V)."""
         device, places = logits.device, slice(first, first + len(answers))
-        keys = [draw_key(self._params.seed, answer.prompt, answer.completion) for answer in answers]
+        keys = [draw_key(self.params.seed, answer.prompt_number, answer.completion) for answer in answers]
         self._keys[places] = torch.tensor(keys, device=device)
         self._counts[places] = 0
         self.positions[places] = torch.tensor([len(answer.prompt_ids) for answer in answers], device=device)
-        if self._params.repetition_penalty != 1:
+        if self.params.repetition_penalty != 1:
             if self._seen is None:
                 shape = len(self.tokens), logits.shape[-1]
                 self._seen = torch.zeros(shape, dtype=torch.bool, device=device)
@@ -98,7 +102,7 @@ class DecodeState:
     def draw(self, logits: Tensor, places: slice) -> None:
         """Draw a token at these places; nothing waits for the device."""
         seen = None if self._seen is None else self._seen[places]
-        chosen, logprobs = choose(logits, self._params, self._keys[places], self._counts[places], seen)
+        chosen, logprobs = choose(logits, self.params, self._keys[places], self._counts[places], seen)
         chosen = self._broadcast_tokens(chosen)
         self.tokens[places] = chosen
         self.logprobs[places] = logprobs.double()
@@ -140,6 +144,10 @@ class RecordedSteps:
         else:
             graph.replay()
 
+    def forget(self) -> None:
+        """Drop what was recorded."""
+        self._graphs.clear()
+
     def _plain(self, num_places: int) -> None:
         """Run a step on the stream that records, so that its workspaces exist before."""
         current = torch.cuda.current_stream(self._stream.device)
@@ -168,37 +176,67 @@ def recorded_size(num_answers: int, num_places: int) -> int:
     return min(max(SMALLEST, 1 << (num_answers - 1).bit_length()), num_places)
 
 
-class Decoding:
-    """One call of a sampler. On a GPU the host reads tokens one step late, so that the device never waits for it.
+class Places:
+    """A backend's places for answers of up to `longest` tokens with their prompts, for one call or several.
 
-    An answer that has ended meanwhile takes part in one more step, whose token is dropped. Steps in slots on a GPU are
-    made for a few numbers of places, and with `records` recorded as CUDA graphs.
+    Steps in slots on a GPU are made for a few numbers of places, and with `records` recorded as CUDA graphs.
     """
 
     def __init__(
-        self, backend: DecodeBackend, num_places: int, answers: Sequence[PendingCompletion], params: SamplingParams,
-        model: SamplerModel, on_token: OnToken, *, records: bool,
+        self, backend: DecodeBackend, num_places: int, longest: int, params: SamplingParams, model: SamplerModel,
+        *, records: bool,
     ) -> None:  # fmt: skip
-        self._backend, self._num_places, self._params, self._on_token = backend, num_places, params, on_token
-        self._longest = max(len(answer.prompt_ids) + answer.limit for answer in answers)
+        self.backend, self.num_places = backend, num_places
+        self.state = DecodeState(num_places, longest, params, model.device, model.broadcast_tokens)
+        self.lag = int(model.device.type == "cuda" and not model.in_lockstep)
+        """Steps by which the host reads tokens late."""
+        self.recorded: RecordedSteps | None = None
+        if self.lag and isinstance(backend, Slots):
+            step = partial(_draw_next, backend, self.state, longest)
+            self.recorded = RecordedSteps(step, model.device, model.log, records=records)
+
+    def clear(self, params: SamplingParams) -> None:
+        """Free all places for another call, with `params` by which steps compute the same."""
+        self.state.params = params
+        self.backend.move([], 0)
+
+
+def _draw_next(backend: DecodeBackend, state: DecodeState, longest: int, num_places: int) -> None:
+    """Draw the next token at the first places."""
+    places = slice(0, num_places)
+    logits = backend.step(state.tokens[places], state.positions[places], longest)
+    state.draw(logits, places)
+    # those of ended answers stay where they have room
+    state.positions[places].add_(1).clamp_(max=state.last_position)
+
+
+class Decoding:
+    """One call of a sampler. On a GPU the host reads tokens one step late, so that the device never waits for it.
+
+    An answer that has ended meanwhile takes part in one more step, whose token is dropped.
+    """
+
+    def __init__(
+        self, places: Places, answers: Sequence[PendingCompletion], params: SamplingParams, on_token: OnToken
+    ) -> None:
+        self._backend, self._num_places, self._params, self._on_token = (
+            places.backend, places.num_places, params, on_token
+        )  # fmt: skip
+        self._state, self._recorded, self._lag = places.state, places.recorded, places.lag
         # answers of one prompt, and prompts of one length, come one after the other
-        order = answers if backend.mixes else sorted(answers, key=lambda item: (len(item.prompt_ids), item.prompt))
+        is_mixed = self._backend.mixes
+        order = answers if is_mixed else sorted(answers, key=lambda item: (len(item.prompt_ids), item.prompt))
         self._waiting, self._active = deque(order), list[PendingCompletion]()
-        self._state = DecodeState(num_places, self._longest, params, model.device, model.broadcast_tokens)
-        self._lag = int(model.device.type == "cuda" and not model.in_lockstep)
-        self._refill = max(1, num_places // _REFILL_SHARE) if self._lag else 1
+        self._refill = max(1, self._num_places // _REFILL_SHARE) if self._lag else 1
         self._unread: deque[tuple[list[PendingCompletion], Callable[[], list[float]]]] = deque()
-        self._recorded = None
-        if self._lag and isinstance(backend, Slots):
-            records = records and max(answer.limit for answer in answers) >= MIN_RECORDED_TOKENS
-            self._recorded = RecordedSteps(self._step, model.device, model.log, records=records)
 
     def finish(self) -> None:
         """Sample all answers to their ends. Raises NumericError for a log-probability that is not finite."""
         while self._waiting or self._active:
             if not self._begin_waiting():
                 if self._recorded is None:
-                    self._step(len(self._active))
+                    longest = max(len(answer.prompt_ids) + answer.num_drawn for answer in self._active)
+                    _draw_next(self._backend, self._state, longest, len(self._active))
                 else:
                     self._recorded(recorded_size(len(self._active), self._num_places))
                 self._copy(0)
@@ -227,17 +265,6 @@ class Decoding:
         self._state.begin(chosen, first, logits.repeat_interleave(counts, dim=0, output_size=len(chosen)))
         self._copy(first)
         return True
-
-    def _step(self, num_places: int) -> None:
-        """Draw the next token at the first places."""
-        state, places = self._state, slice(0, num_places)
-        longest = self._longest
-        if self._recorded is None:
-            longest = max(len(answer.prompt_ids) + answer.num_drawn for answer in self._active)
-        logits = self._backend.step(state.tokens[places], state.positions[places], longest)
-        state.draw(logits, places)
-        # those of ended answers stay where they have room
-        state.positions[places].add_(1).clamp_(max=state.last_position)
 
     def _copy(self, first: int) -> None:
         """Start copying what was drawn at the places from `first` on."""
@@ -286,9 +313,9 @@ class Decoding:
         self._backend.move(pairs, count)
 
 
-def draw_key(seed: int, prompt: int, completion: int) -> int:
+def draw_key(seed: int, prompt_number: int, completion: int) -> int:
     """Return a key of 62 bits for all draws of one completion."""
-    digest = hashlib.blake2b(f"{seed} {prompt} {completion}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed} {prompt_number} {completion}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 2
 
 
@@ -312,9 +339,10 @@ def choose(
 ) -> tuple[Tensor, Tensor]:
     """Return a token of each row of logits (N, V), int64 (N,), and its log-probability in the logits' dtype.
 
-    `keys` and `counts` int64 (N,) decide the draws; `seen` bool (N, V) are tokens for the repetition penalty.
+    The log-probability is that of `Completion.logprobs`. `keys` and `counts` int64 (N,) decide the draws; `seen` bool
+    (N, V) are tokens for the repetition penalty.
     """
-    scores = logits
+    scores, scaled = logits, at_temperature(logits, params.temperature)
     if params.never_ids:
         scores = scores.clone()
         for token_id in params.never_ids:
@@ -325,9 +353,14 @@ def choose(
     if params.temperature == 0:
         chosen = scores.argmax(-1)
     else:
-        scores = scores if params.temperature == 1 else scores / params.temperature
+        scores = scaled if scores is logits else at_temperature(scores, params.temperature)
         chosen = _first_beyond(_cut(scores, params).softmax(-1), uniform(keys, counts)[:, None])
-    return chosen, logits.gather(-1, chosen[:, None])[:, 0] - logits.logsumexp(-1)
+    return chosen, scaled.gather(-1, chosen[:, None])[:, 0] - scaled.logsumexp(-1)
+
+
+def at_temperature(logits: Tensor, temperature: float) -> Tensor:
+    """Return logits whose softmax is what tokens are drawn from before cuts; at temperature 0 (greedy), the model's."""
+    return logits if temperature in (0, 1) else logits / temperature
 
 
 def _first_beyond(weights: Tensor, numbers: Tensor) -> Tensor:

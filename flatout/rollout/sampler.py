@@ -38,7 +38,7 @@ BOUNDS: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def check_options(max_new_tokens: Any, temperature: Any, top_p: Any, top_k: Any, seed: Any) -> None:
+def check_options(max_new_tokens: Any, temperature: Any, top_p: Any, top_k: Any, seed: Any, n: Any = 1) -> None:
     """Raise UsageError for a value that nobody can mean; None: the model's own."""
     checked: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
         "max_new_tokens": (max_new_tokens, partial(_is_whole, 1, MAX_NEW_TOKENS), f"1 to {MAX_NEW_TOKENS:,}"),
@@ -50,6 +50,7 @@ def check_options(max_new_tokens: Any, temperature: Any, top_p: Any, top_k: Any,
         "top_p": (top_p, BOUNDS["top_p"], "more than 0, at most 1"),
         "top_k": (top_k, BOUNDS["top_k"], "at least 1, or 0 for all tokens"),
         "seed": (seed, partial(_is_whole, 0, MAX_WHOLE), "0 to 2**63 - 1"),
+        "n": (n, partial(_is_whole, 1, MAX_WHOLE), "at least 1"),
     }
     for name, (value, is_right, expected) in checked.items():
         try:
@@ -78,7 +79,7 @@ class SamplingParams:
     """Before that, logits of tokens that the prompt or the answer has are divided by it where they are positive, else
     multiplied (CTRL, arXiv:1909.05858)."""
     seed: int = 0
-    """The draws of a completion depend on it, its prompt's index and its own, and on nothing else."""
+    """The draws of a completion depend on it, its prompt's number and its own, and on nothing else."""
     stop_ids: frozenset[int] = frozenset()
     """An answer ends after one of these."""
     never_ids: frozenset[int] = frozenset()
@@ -89,15 +90,18 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer: its token ids, a stop token included, and how likely the model found each.
+    """One answer: its token ids, a stop token included, and how likely each was.
 
-    `logprobs` are natural logarithms of softmax(logits) in fp32 (fp64 in fp64): of the model itself, before
-    temperature, cuts and penalty.
+    `logprobs` are natural logarithms of softmax(logits / temperature), computed in fp32 (fp64 in fp64): of the
+    distribution that tokens are drawn from, before cuts and penalty. Of greedy answers they are the model's own, at
+    temperature 1.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     ending: Ending
+    text: str = ""
+    """The tokens without special ones as text; empty from a sampler, which has no tokenizer."""
 
     @property
     def answer_ids(self) -> tuple[int, ...]:

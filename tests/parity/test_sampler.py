@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +152,83 @@ def test_log_probabilities_are_those_of_the_pass_that_trains(tmp_path, family, s
     assert len({one.token_ids for one in found[1]}) == 3
 
 
+@pytest.mark.parametrize("backend", ["slots", "own cache", "recomputed"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_log_probabilities_are_of_the_distribution_drawn_from(family, backend):
+    """Those of plain torch over transformers' logits, which gemma2 caps: before cuts, and greedy at temperature 1."""
+    model, told = tiny_model(family, torch.float64, "eager" if family == "gemma2" else "sdpa"), list[str]()
+    for temperature, cuts in ((0.7, {}), (0.3, {"top_k": 9, "repetition_penalty": 1.3}), (0.0, {})):
+        sampler = InProcess(make_sampler_model(model, told.append))
+        sampler.known = {name: False for name in ("slots", "own cache") if name != backend}
+        with torch.no_grad():
+            found = sampler.sample(PROMPTS[:3], 2, SamplingParams(9, temperature, **cuts))
+        assert sampler.known.get(backend, True), "it was proved at this temperature"
+        for prompt, group in zip(PROMPTS, found, strict=False):
+            for one in group:
+                ids = torch.tensor([[*prompt, *one.token_ids]])
+                with torch.no_grad():
+                    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+                true = (logits / (temperature or 1)).log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])
+                # gemma2's norms are in fp32
+                limit = 1e-10 if family == "qwen3" else 1e-5
+                assert one.logprobs == pytest.approx(true[:, 0].tolist(), abs=limit)
+    assert not told
+
+
+def test_kept_slots_are_those_of_later_calls_that_fit():
+    """They read weights that changed in place, and are free after `release`, a call of another size, or by default."""
+    model = tiny_model("qwen3", torch.float64, "sdpa")
+    caches = list[Any]()
+
+    def logits(batch: Any) -> torch.Tensor:
+        # a step's, not those that measure a token
+        if batch.cache is not None and batch.cache.reads is not None and caches[-1:] != [weakref.ref(batch.cache)]:
+            caches.append(weakref.ref(batch.cache))
+        return next_logits(model, batch)[0]
+
+    own = replace(make_sampler_model(model), logits=logits)
+    sampler, hot = InProcess(own, keeps_slots=True, slot_length=40), SamplingParams(12, temperature=0.7)
+
+    def opened(params: SamplingParams, prompts: Any = PROMPTS) -> int:
+        """How many slots a call opens, whose answers are those of a sampler of its own."""
+        before = len(caches)
+        with torch.no_grad():
+            found = sampler.sample(prompts, 2, params)
+        new = len(caches) - before
+        assert found == sample(own, params, prompts, 2)
+        del caches[before + new :]
+        return new
+
+    assert opened(hot) == 1
+    model.lm_head.weight.data.mul_(1.5)
+    stops = frozenset(range(20, 40))
+    assert [opened(replace(hot, seed=1)), opened(replace(hot, max_new_tokens=20, stop_ids=stops), PROMPTS[1:4])] == [
+        0,
+        0,
+    ]
+
+    def fails(*token: int) -> None:
+        raise ValueError("the caller's own")
+
+    for needs_other in (replace(hot, temperature=0.9), replace(hot, max_new_tokens=60)):
+        first = caches[-1]
+        assert first() is not None
+        assert opened(needs_other) == 1
+        assert first() is None
+    assert opened(replace(hot, max_new_tokens=60)) == 0
+    model.lm_head.weight.data = model.lm_head.weight.data.clone()
+    assert opened(replace(hot, max_new_tokens=60)) == 1, "weights have moved"
+    with torch.no_grad(), pytest.raises(ValueError, match="the caller's own"):
+        sampler.sample(PROMPTS, 2, replace(hot, max_new_tokens=60), fails)
+    assert caches[-1]() is None
+    assert opened(hot) == 1
+    assert [sampler.release(), sampler.release()] == [True, False]
+    assert caches[-1]() is None
+    sampler.keeps_slots = False
+    assert opened(hot) == 1
+    assert caches[-1]() is None
+
+
 def test_draws_depend_on_seed_prompt_and_completion_alone(monkeypatch):
     """However many places there are, who ends when, and what else is sampled."""
     model = tiny_model("qwen3", torch.float64, "sdpa")
@@ -166,6 +245,17 @@ def test_draws_depend_on_seed_prompt_and_completion_alone(monkeypatch):
     assert [[one.token_ids for one in group] for group in fewer] == [
         [one.token_ids for one in group[:2]] for group in found[:2]
     ]
+    # shares of the prompts, as ranks take them
+    indices = set[int]()
+    for share in ([0, 2, 4], [3, 1]):
+        with torch.no_grad():
+            own = InProcess(sampler_model).sample(
+                [PROMPTS[number] for number in share], 4, params, lambda *token: indices.add(token[0]), share
+            )
+        assert [[one.token_ids for one in group] for group in own] == [
+            [one.token_ids for one in found[number]] for number in share
+        ]
+    assert indices == {0, 1, 2}
     assert torch.equal(torch.get_rng_state(), state)
     everything = [one for group in found for one in group]
     assert len({one.token_ids for one in everything}) > 15
@@ -197,7 +287,8 @@ def test_cuts_are_those_of_transformers():
     likely = theirs * count > 50
     # four standard deviations
     assert bool(((counts - theirs * count).abs() <= 4 * (theirs * count).sqrt())[likely].all())
-    assert torch.allclose(logprobs, logits.log_softmax(-1)[0, draws], atol=1e-6)
+    # before the penalty and the cuts
+    assert torch.allclose(logprobs, (logits / 0.7).log_softmax(-1)[0, draws], atol=1e-6)
 
 
 def test_random_numbers_are_uniform_and_their_own():

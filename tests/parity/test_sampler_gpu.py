@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import VOCAB_SIZE, save_tiny_model
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from flatout.config.schema import BaseConfig, LoraConfig, ModelConfig
 from flatout.models.load.model import load_model
-from flatout.models.lora.fused import fuse_layers
+from flatout.models.lora.fused import FusedLayers, FusedLora, fuse_layers
 from flatout.models.lora.layer import add_lora, lora_layers
 from flatout.models.model_with_loss import next_logits
 from flatout.rollout import backends
@@ -74,6 +76,70 @@ def test_recorded_steps_equal_plain_ones_to_the_bit(weights, settings, monkeypat
     if settings:
         assert "stop" in {one.ending for group in plain for one in group}
         assert len({one.token_ids for one in plain[0]}) == 4
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_kept_steps_are_recorded_once_and_read_the_weights_of_each_call(weights, autocast, monkeypatch):
+    """After training changed weights in place and used all memory that was free; `release` frees theirs."""
+    own, told = weights
+    if autocast:
+        torch.manual_seed(0)
+        shape = {**SHAPE, "vocab_size": VOCAB_SIZE, "num_hidden_layers": 2, "num_key_value_heads": 2}
+        model = Qwen3ForCausalLM(Qwen3Config(**shape, num_attention_heads=4)).to(own.device).eval()
+        own = replace(own, pretrained=model, logits=lambda batch: next_logits(model, batch)[0])
+        model.set_attn_implementation(weights[0].pretrained.config._attn_implementation)
+    adapted = [module for module in own.pretrained.modules() if isinstance(module, FusedLora)]
+    trained = [p for p in own.pretrained.parameters() if p.requires_grad]
+    made = list[Any]()
+
+    class Counted(torch.cuda.CUDAGraph):
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            made.append(None)
+            return super().__new__(cls, *args, **kwargs)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Counted)
+
+    def call(sampler: InProcess, params: SamplingParams, prompts: Any = PROMPTS) -> Any:
+        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            return sampler.sample(prompts, 4, params)
+
+    def train() -> None:
+        """New weights at their addresses, copies of them made anew, and garbage in all that is free."""
+        with torch.no_grad():
+            for parameter in trained:
+                parameter.add_(0.01 * torch.randn_like(parameter))
+        FusedLayers(adapted).refresh()
+        sizes = [size << 20 for size in (1, 4, 16, 64, 256)]
+        garbage = [torch.full((size,), float("nan"), device=own.device) for size in sizes for _ in range(3)]
+        del garbage
+        torch.cuda.synchronize()
+
+    params = SamplingParams(70, temperature=0.8, seed=3, stop_ids=frozenset(range(20, 26)))
+    call(InProcess(own), params)  # kernels keep workspaces
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    sampler = InProcess(own, keeps_slots=True)
+    counts = list[int]()
+    for seed in range(3):
+        made.clear()
+        found = call(sampler, replace(params, seed=seed))
+        counts.append(len(made))
+        assert found == call(InProcess(own, records=False), replace(params, seed=seed))
+        train()
+    # autocast's copies of weights are those of one call
+    assert counts[0] > 0
+    assert counts[1:] == ([counts[0]] * 2 if autocast else [0, 0])
+    assert torch.cuda.memory_allocated() > before + (1 << 20)
+    made.clear()
+    shorter = replace(params, max_new_tokens=40)
+    assert len(call(sampler, shorter, PROMPTS[:2])) == 2
+    if not autocast:
+        assert not made, "a smaller call fits"
+    sampler.release()
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= before + (8 << 20)
+    assert not told
 
 
 def test_garbage_with_graphs_of_its_own_does_not_stop_a_recording():

@@ -169,7 +169,7 @@ BUGS = (
         "scaled_logits(X, 1.0, Y)", f"{SELFTEST}::test_understands_the_heads_of_the_table"),
     Bug("an unknown cap of the logits passed", "_check_head", "X <= limit", "True",
         f"{SELFTEST}::test_refuses_a_head_it_does_not_understand"),
-    Bug("temperature multiplied", "choose", "X / params.temperature", "X * params.temperature",
+    Bug("temperature multiplied", "at_temperature", "X / temperature", "X * temperature",
         "tests/unit/trainer/test_answers.py::test_a_low_temperature_draws_the_likeliest_tokens"),
     Bug("padding of rows counted in the load", "flatten_samples", "np.where(is_padding, 0, X)", "X",
         f"{ROUTERS}::test_padding_of_rows_counts_for_nothing"),
