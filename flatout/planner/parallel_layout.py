@@ -48,6 +48,11 @@ class ParallelLayout:
         return self.shards_state or self.expert_ranks > 1
 
     @property
+    def lockstep_in_inference(self) -> bool:
+        """Whether passes without gradients do, too: they gather weights, or tokens for shared experts."""
+        return self.shards_weights or self.reshard_after_forward or self.expert_ranks > 1
+
+    @property
     def shards_state(self) -> bool:
         """Whether gradients and optimizer state are sharded, by any strategy."""
         return STRATEGIES[self.strategy].shards_state

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -63,7 +64,7 @@ def generate(run: TrainingRun, prompt_set: EvalPrompts) -> list[tuple[int, ...]]
     chooses every token, so that rounding cannot make ranks disagree about where an answer ends. All ranks return None
     if one has too little memory, and raise PassesStopped if one was asked to stop.
     """
-    lockstep, most = run.plan.batch_layout.lockstep, run.config.eval.max_new_tokens
+    lockstep, most = run.planned.parallel_layout.lockstep_in_inference, run.config.eval.max_new_tokens
     if lockstep and not _fits_on_all_ranks(run, prompt_set):
         return None
     params = SamplingParams(
@@ -84,9 +85,9 @@ def generate(run: TrainingRun, prompt_set: EvalPrompts) -> list[tuple[int, ...]]
     answers, has_failed = list[tuple[int, ...]](), torch.zeros((), device=run.device)
     shared = oom_as_resource_error(run.rank) if lockstep else nullcontext()
     try:
-        with inference(run), autocast(run), shared:
+        with sampling(run) as sampler, shared:
             prompts = [prompt.token_ids for prompt in prompt_set.prompts]
-            for (completion,) in InProcess(sampler_model_of(run)).sample(prompts, 1, params, report_token):
+            for (completion,) in sampler.sample(prompts, 1, params, report_token):
                 answers.append(completion.answer_ids)
     except _StopRequested:
         pass
@@ -95,9 +96,30 @@ def generate(run: TrainingRun, prompt_set: EvalPrompts) -> list[tuple[int, ...]]
     return None if sum_unless_stopped(run, has_failed).item() else answers
 
 
+@contextmanager
+def sampling(run: TrainingRun) -> Iterator[InProcess]:
+    """Yield `sampler_of` a run, ready for calls over the current weights; collective.
+
+    Within, ranks may sample prompts of their own, unless `ParallelLayout.lockstep_in_inference`.
+    """
+    with inference(run), autocast(run):
+        if not run.planned.parallel_layout.lockstep_in_inference:
+            run.strategy.gather_weights()
+        yield sampler_of(run)
+
+
+def sampler_of(run: TrainingRun) -> InProcess:
+    """Return the run's sampler, which is made once, and remembers between calls which backends are exact."""
+    if run.state.sampler is None:
+        # passes over sharded state wait for streams of their own, which a recording must not
+        records = not run.planned.parallel_layout.shards_state
+        run.state.sampler = InProcess(sampler_model_of(run), records=records)
+    return run.state.sampler
+
+
 def sampler_model_of(run: TrainingRun) -> SamplerModel:
     """Return the run's current weights as a sampler reads them: as a training step computes, adapters unmerged."""
-    lockstep, layout = run.plan.batch_layout.lockstep, run.plan.batch_layout
+    layout, parallel_layout = run.plan.batch_layout, run.planned.parallel_layout
     attention = run.model.config.get_text_config()._attn_implementation
 
     def broadcast_tokens(tokens: Tensor) -> Tensor:
@@ -114,13 +136,13 @@ def sampler_model_of(run: TrainingRun) -> SamplerModel:
         device=run.device,
         tolerance=FLOAT8_TOLERANCE if run.config.computes_in_fp8 else TOLERANCES[run.dtype],
         # every rank computes these passes whole
-        max_pass_tokens=layout.micro_batch_tokens // run.planned.parallel_layout.context_ranks,
+        max_pass_tokens=layout.micro_batch_tokens // parallel_layout.context_ranks,
         is_padded=layout.name == "rows",
         packed_context=None if attention in TRANSFORMERS_ATTENTION else nullcontext,
         log=lambda line: run.reporter.stage("answers", line),
         pictures=next((pictures for loader in run.loaders if (pictures := loader.pictures)), None),
     )
-    if not lockstep:
+    if not parallel_layout.lockstep_in_inference:
         return model
     return replace(model, in_lockstep=True, broadcast_tokens=broadcast_tokens, all_reduce_min=all_reduce_min)
 

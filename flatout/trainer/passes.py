@@ -184,19 +184,21 @@ def make_room(
 ) -> None:
     """After an out-of-memory error, drop gradients, free caches, and have the next passes need less memory.
 
-    Recorded graphs go first, as no other pass can use their memory. Without any, micro-batches are capped at 2/3 of the
-    failed one, on this rank only, for the rest of the run. Raises ResourceError if those `taken` could not get smaller.
+    The sampler's slots go first, then recorded graphs, as no other pass can use their memory. Without any,
+    micro-batches are capped at 2/3 of the failed one, on this rank only, for the rest of the run. Raises ResourceError
+    if those `taken` could not get smaller.
     """
     run.optimizer.zero_grad(set_to_none=True)
-    had_graphs = run.loss_module.decoder is not None
+    had_slots = run.state.sampler is not None and run.state.sampler.release()
+    had_graphs = not had_slots and run.loss_module.decoder is not None
     if had_graphs:
         run.loss_module.decoder = None
     release_memory(run)
     in_step = during in ("training", "estimates")
     number = step.index + 1 if in_step else run.progress.step
     where = {"step": number, "during": during, "rank": run.rank.index}
-    if had_graphs:
-        run.watch.event("graphs_dropped", where)
+    if had_slots or had_graphs:
+        run.watch.event("slots_released" if had_slots else "graphs_dropped", where)
         return
     updates = updates_in_pass(run, during)
     smallest = failed.num_padded_tokens if updates else plan.largest_unit(taken)

@@ -27,6 +27,7 @@ from flatout.planner.devices import Device
 from flatout.planner.memory.budget import MemoryDecision
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.planner.steps.training_plan import TrainingPlan
+from flatout.rollout.in_process import InProcess
 from flatout.track.callback import Reporter
 from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.planned_run import EvalSet, KLPairs, PlannedRun, plan_run
@@ -90,6 +91,8 @@ class LoopState:
     has_diverged: bool = False
     not_finite: set[str] = field(default_factory=set)
     """Metrics of the objective that were reported as not finite."""
+    sampler: InProcess | None = None
+    """The sampler of `answers.sampler_of`, once made."""
 
 
 class StopRequest(StopSignals):
@@ -176,7 +179,8 @@ class TrainingRun:
     stop: StopRequest = field(default_factory=StopRequest)
 
     def close(self) -> None:
-        """End the threads that save and read ahead."""
+        """End the threads that save and read ahead, and free the sampler."""
+        self.state.sampler = None
         self.saver.close()
         for loader in self.loaders:
             loader.close()

@@ -27,8 +27,9 @@ from flatout.parallel.process_group import leave_group
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import as_global, global_tensors, local_part
 from flatout.planner.steps.step_plan import MicroBatch
+from flatout.rollout.sampler import SamplingParams
 from flatout.track.callback import Reporter
-from flatout.trainer.answers import generate
+from flatout.trainer.answers import generate, sampling
 from flatout.trainer.build import build_run
 from flatout.trainer.evaluate import WorstSamples, evaluate
 from flatout.trainer.planned_run import open_and_plan
@@ -70,10 +71,28 @@ def never_recompiling(run: TrainingRun) -> AbstractContextManager[object]:
 
 def answered(run: TrainingRun) -> Tensor:
     """The tokens that answer the prompts; none where rounding may change the likeliest token, in bf16 or quantized."""
+    shares = sampled_in_shares(run) if run.planned.prompts else None
     answers = generate(run, run.planned.prompts) if run.planned.prompts else None
-    if answers is None or run.dtype == torch.bfloat16 or run.config.base.storage != "model":
+    if answers is None or shares is None or run.dtype == torch.bfloat16 or run.config.base.storage != "model":
         return torch.zeros(0)
-    return torch.tensor([token_id for answer in answers for token_id in (-1, *answer)], dtype=torch.float64)
+    tokens = [token_id for answer in answers for token_id in (-1, *answer)]
+    return torch.cat([torch.tensor(tokens, dtype=torch.float64), shares.flatten().cpu()])
+
+
+def sampled_in_shares(run: TrainingRun) -> Tensor:
+    """Tokens drawn after each prompt; where weights are whole, by all ranks but the first, which takes no pass."""
+    prompts = [prompt.token_ids for prompt in run.planned.prompts.prompts] if run.planned.prompts else []
+    is_shared = run.planned.parallel_layout.lockstep_in_inference
+    numbers, num_others = range(len(prompts)), run.rank.world - 1
+    if num_others and not is_shared:
+        numbers = numbers[:0] if run.rank.is_first else numbers[run.rank.index - 1 :: num_others]
+    drawn = torch.zeros(len(prompts), 2, 3, dtype=torch.float64, device=run.device)
+    with sampling(run) as sampler:
+        params = SamplingParams(3, temperature=0.7, seed=run.config.seed)
+        found = sampler.sample([prompts[number] for number in numbers], 2, params, prompt_numbers=numbers)
+    for number, group in zip(numbers, found, strict=True):
+        drawn[number] = torch.tensor([one.token_ids for one in group])
+    return drawn if is_shared else run.strategy.sum_values(drawn)
 
 
 def take(run: TrainingRun, num_steps: int) -> dict[str, Any]:
@@ -92,6 +111,8 @@ def take(run: TrainingRun, num_steps: int) -> dict[str, Any]:
             named = run.named_parameters.items()
             # after the clip, which scales all alike
             grads = {name: whole(parameter.grad, parameter) for name, parameter in named if parameter.grad is not None}
+    # before an evaluation, whose passes gather weights
+    answers = answered(run)
     total, _ = evaluate(run, WorstSamples(run))
     return {
         "loss": torch.tensor(losses, dtype=torch.float64),
@@ -99,7 +120,7 @@ def take(run: TrainingRun, num_steps: int) -> dict[str, Any]:
         "grads": grads,
         "weights": {name: whole(weight_of(run, parameter)) for name, parameter in run.named_parameters.items()},
         "eval": torch.tensor([total.loss, total.token_accuracy], dtype=torch.float64),
-        "answers": answered(run),
+        "answers": answers,
     }
 
 

@@ -111,6 +111,12 @@ class Strategy:
         """
         return nullcontext()
 
+    def gather_weights(self) -> None:
+        """Gather weights that passes keep until the step's last backward pass; those before it need no other rank.
+
+        Not for weights that are gathered in each pass.
+        """
+
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Complete the sum over ranks after the last micro-batch; each rank then holds the sum, or its shard of it.
 

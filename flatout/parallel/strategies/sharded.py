@@ -40,6 +40,7 @@ class Sharded(Strategy):
         sizes = (num_replicas, self.rank.world // num_replicas)[-num_dims:]
         self._mesh = init_device_mesh(self._device.type, sizes, mesh_dim_names=("replicate", "shard")[-num_dims:])
         self._root: FSDPModule | None = None
+        self._modules: Sequence[FSDPModule] = ()
         self._last: bool | None = None
 
     def prepare(
@@ -64,11 +65,11 @@ class Sharded(Strategy):
             fsdp.fully_shard(block, reshard_after_forward=frees, mp_policy=narrow, **common)
         # the embedding, last norm and head are used at the start and the end of a pass: freeing them gains nothing
         fsdp.fully_shard(model, reshard_after_forward=False, mp_policy=whole, **common)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                # gloo supports only the sum, which is all that a factor of 1 needs
-                module.set_force_sum_reduction_for_comms(True)
+        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for module in self._modules:
+            module.set_gradient_divide_factor(1.0)
+            # gloo supports only the sum, which is all that a factor of 1 needs
+            module.set_force_sum_reduction_for_comms(True)
         layers: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
         count = self._config.sharding.prefetch
         for place, layer in enumerate(layers if count else ()):
@@ -93,6 +94,11 @@ class Sharded(Strategy):
                 self._root.set_reshard_after_backward(last)
         with oom_as_resource_error(self.rank):
             yield
+
+    def gather_weights(self) -> None:
+        with oom_as_resource_error(self.rank):
+            for module in self._modules:
+                module.unshard()
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         super().sum_gradients(parameters)

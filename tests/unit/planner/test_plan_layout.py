@@ -73,13 +73,20 @@ def test_what_is_asked_for_is_taken_or_refused():
     assert parallel_layout(strategy="zero3", sharding={"reshard_after_forward": False}).reshard_after_forward is False
     assert parallel_layout(strategy="hsdp", sharding={"replicas": 2}).num_shards == 2
     assert parallel_layout(strategy="zero3", num_ranks=1).strategy == "single"
+    # ranks sample alone where a pass gathers nothing
+    in_lockstep = {
+        name: parallel_layout(strategy=name).lockstep_in_inference
+        for name in ("ddp", "zero1", "zero2", "zero3", "fsdp")
+    }
+    assert in_lockstep == {"ddp": False, "zero1": False, "zero2": False, "zero3": True, "fsdp": True}
+    assert parallel_layout(strategy="zero1", sharding={"reshard_after_forward": True}).lockstep_in_inference
     stages = [
         parallel_layout(strategy="deepspeed", deepspeed={"zero_optimization": {"stage": stage}}) for stage in (1, 2, 3)
     ]
-    assert [(each.lockstep, each.sums_late, each.compiles) for each in stages] == [
-        (True, True, True),
-        (True, False, True),
-        (True, False, False),
+    assert [(each.lockstep, each.lockstep_in_inference, each.sums_late, each.compiles) for each in stages] == [
+        (True, False, True, True),
+        (True, False, False, True),
+        (True, True, False, False),
     ]
     for wrong, message in (
         ({"strategy": "single"}, "strategy: single is for one rank; got 4"),

@@ -15,7 +15,9 @@ from flatout.config.read import make_config
 from flatout.errors import ResourceError
 from flatout.models.blocks import decoder_layers, hidden_states
 from flatout.parallel.rank import Rank
+from flatout.rollout.sampler import SamplingParams
 from flatout.track.callback import MemoryCallback, Reporter
+from flatout.trainer.answers import sampling
 from flatout.trainer.build import build_run
 from flatout.trainer.loop import run_steps
 from flatout.trainer.planned_run import open_and_plan
@@ -139,17 +141,20 @@ def test_graphs_are_dropped_before_passes_get_smaller(tiny, tmp_path, where):
     assert all(torch.equal(one, other) for one, other in zip(expected, got, strict=True))
 
 
-def test_passes_get_smaller_once_graphs_are_gone(tiny, tmp_path):
+def test_passes_get_smaller_once_slots_and_graphs_are_gone(tiny, tmp_path):
     config = config_of(tiny, tmp_path / "run")
     calm, _ = make_run(config, tmp_path)
     expected = finished(calm)
     disturbed, events = make_run(config, tmp_path)
     disturbed.loss_module.decoder = Graphs(disturbed.model, "forward")  # type: ignore[assignment]
+    with sampling(disturbed) as sampler:
+        sampler.keeps_slots = True
+        sampler.sample([[5, 6], [7]], 1, SamplingParams(2))
     limit_memory(disturbed.model, 700, "forward")
     got = finished(disturbed)
-    kinds = [kind for kind, _ in events.seen if kind in ("graphs_dropped", "out_of_memory")]
-    assert kinds[:2] == ["graphs_dropped", "out_of_memory"]
-    assert kinds.count("graphs_dropped") == 1
+    kinds = [kind for kind, _ in events.seen if kind in ("slots_released", "graphs_dropped", "out_of_memory")]
+    assert kinds[:3] == ["slots_released", "graphs_dropped", "out_of_memory"]
+    assert kinds.count("slots_released") == kinds.count("graphs_dropped") == 1
     for one, other in zip(expected, got, strict=True):
         assert ((one - other).norm() / one.norm()).item() < 1e-10
 

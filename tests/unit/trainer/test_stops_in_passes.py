@@ -92,6 +92,8 @@ def test_each_evaluation_can_be_left_at_each_place(whole, tiny, tmp_path):
     expected, (first, second, third) = whole
     assert [step for step, *_ in expected["evals"]] == [0, 3, 6]
     assert min(first, second, third) > 5
+    # the first answers of a command are compared with a pass without a cache
+    second, third = second + 1, third + 1
     config = tiny.config(tmp_path / "run", **SECTIONS)
     # passes since the start of each command, which begins with the evaluation that was left
     stops = {0: (0, 1, first - 1), 3: (first, 1, second - 1), 6: (second, 1, third - 1)}
