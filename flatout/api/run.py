@@ -25,6 +25,9 @@ from flatout.view.open_runs import find_run
 
 if TYPE_CHECKING:
     from flatout.export.write import Exported
+    from flatout.rollout.sampler import Completion
+
+Prompts = str | Sequence[Mapping[str, Any]] | Sequence[str | Sequence[Mapping[str, Any]]]
 
 
 class Run:
@@ -76,7 +79,7 @@ class Run:
     @spelled_for(in_python)
     def generate(
         self,
-        prompts: str | Sequence[Mapping[str, Any]] | Sequence[str | Sequence[Mapping[str, Any]]],
+        prompts: Prompts,
         *,
         images: Any = None,
         system: str | None = None,
@@ -107,6 +110,38 @@ class Run:
             max_new_tokens=max_new_tokens,
             sampling=Sampling(temperature, top_p, top_k, seed),
             stream=stream,
+        )
+
+    @spelled_for(in_python)
+    def sample(
+        self,
+        prompts: Prompts,
+        n: int = 1,
+        *,
+        images: Any = None,
+        system: str | None = None,
+        max_new_tokens: int = 512,
+        temperature: float = 1.0,
+        seed: int = 0,
+    ) -> list[list[Completion]]:
+        """Return `n` completions of each prompt, with their `token_ids`, `logprobs`, `text` and `ending`.
+
+        Tokens are drawn from the whole `softmax(logits / temperature)`, whatever generation_config says, and `logprobs`
+        are its logarithms; greedy ones (temperature 0) have the model's own. Draws depend on `seed`, the prompt's index
+        and the completion's. Other arguments are those of `generate`.
+        """
+        from flatout.rollout.chat import Sampling, prompt_ids, sample_all
+
+        check_options(max_new_tokens, temperature, 1.0, 0, seed, n)
+        shown = prompts_in_memory(prompts, images, system)
+        model, tokenizer = self._model()
+        return sample_all(
+            model,
+            tokenizer,
+            [prompt_ids(model, tokenizer, one.messages, one.pictures) for one in shown],
+            n,
+            max_new_tokens=max_new_tokens,
+            sampling=Sampling(temperature, 1.0, 0, seed),
         )
 
     def chat(self, prompt: str | None = None, **options: Any) -> str | None:

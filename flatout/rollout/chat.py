@@ -22,7 +22,7 @@ from flatout.models.load.model import library_errors
 from flatout.models.pictures import PicturePacker
 from flatout.models.stops import stop_token_ids
 from flatout.rollout.in_process import BackendName, InProcess
-from flatout.rollout.sampler import BOUNDS, PicturePrompt, SamplingParams, pictures_of
+from flatout.rollout.sampler import BOUNDS, Completion, PicturePrompt, SamplingParams, pictures_of
 from flatout.rollout.sampler_model import make_sampler_model
 
 # what transformers takes if nothing names another number
@@ -183,6 +183,31 @@ class _Printer(TextStreamer):  # type: ignore[misc]  # transformers has no types
         self.printed_at = time.monotonic()
 
 
+def _sampler(model: PreTrainedModel, tokenizer: Any, prompts: Sequence[Sequence[int]]) -> InProcess:
+    sampler_model = make_sampler_model(model, warnings.warn)
+    if any(pictures_of(prompt) for prompt in prompts):
+        sampler_model = replace(sampler_model, pictures=PicturePacker(processor_of_model(model, tokenizer), model))
+    return InProcess(sampler_model, known=_KNOWN.setdefault(model, {}))
+
+
+def _text(tokenizer: Any, completion: Completion) -> str:
+    return str(tokenizer.decode(completion.token_ids, skip_special_tokens=True)).strip()
+
+
+@torch.inference_mode()
+def sample_all(
+    model: PreTrainedModel, tokenizer: Any, prompts: Sequence[Sequence[int]], num_completions: int, *,
+    max_new_tokens: int, sampling: Sampling,
+) -> list[list[Completion]]:  # fmt: skip
+    """Return `num_completions` of each prompt of `prompt_ids` with their texts, sampled together.
+
+    As `answer_all`, but without generation_config's min_p and repetition_penalty.
+    """
+    params = replace(_params(model, tokenizer, sampling, max_new_tokens), min_p=None, repetition_penalty=1.0)
+    completions = _sampler(model, tokenizer, prompts).sample(prompts, num_completions, params)
+    return [[replace(one, text=_text(tokenizer, one)) for one in group] for group in completions]
+
+
 @torch.inference_mode()
 def answer_all(
     model: PreTrainedModel,
@@ -202,10 +227,7 @@ def answer_all(
     printed. The model must come from load_for_inference. Raises UsageError if the model's files have unusable values.
     """
     params = _params(model, tokenizer, sampling, max_new_tokens)
-    sampler_model = make_sampler_model(model, warnings.warn)
-    if any(pictures_of(prompt) for prompt in prompts):
-        sampler_model = replace(sampler_model, pictures=PicturePacker(processor_of_model(model, tokenizer), model))
-    sampler = InProcess(sampler_model, known=_KNOWN.setdefault(model, {}))
+    sampler = _sampler(model, tokenizer, prompts)
     if stream:
         sampler.prove(prompts)
     printer, counts = _Printer(tokenizer, len(prompts)), [0] * len(prompts)
@@ -219,7 +241,7 @@ def answer_all(
         on_token(prompt, is_last, time.monotonic() - printer.printed_at)
 
     completions = sampler.sample(prompts, 1, params, report_token)
-    return [str(tokenizer.decode(sampled.token_ids, skip_special_tokens=True)).strip() for (sampled,) in completions]
+    return [_text(tokenizer, sampled) for (sampled,) in completions]
 
 
 def answer(

@@ -116,6 +116,28 @@ def test_prompts_are_texts_or_conversations(by_path):
             by_path.generate(prompts, **options)
 
 
+def test_samples_have_the_log_probabilities_of_what_they_were_drawn_from(by_path, tmp_path):
+    found = by_path.sample(["Hello", "Sort: b a"], 3, max_new_tokens=4, temperature=0.7, seed=5)
+    assert found[0] == by_path.sample("Hello", n=3, max_new_tokens=4, temperature=0.7, seed=5)[0]
+    assert [len({one.token_ids for one in group}) > 1 for group in found] == [True, True]
+    merged = by_path.merge(tmp_path / "merged")
+    tokenizer, model = AutoTokenizer.from_pretrained(merged), AutoModelForCausalLM.from_pretrained(merged)
+    asked = [{"role": "user", "content": "Hello"}]
+    prompt = list(tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"])
+    for one in found[0]:
+        ids = torch.tensor([[*prompt, *one.token_ids]])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / 0.7
+        true = logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])
+        assert one.logprobs == pytest.approx(true[:, 0].tolist(), abs=1e-4)
+        assert one.text == tokenizer.decode(one.token_ids, skip_special_tokens=True).strip()
+        assert one.ending in ("stop", "length")
+    (greedy,) = by_path.sample("Hello", max_new_tokens=4, temperature=0)[0]
+    assert [greedy.text] == by_path.generate("Hello", max_new_tokens=4, temperature=0)
+    with pytest.raises(UsageError, match=r"^n is 0; expected at least 1"):
+        by_path.sample("Hello", 0)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
