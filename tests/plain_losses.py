@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributions import Categorical
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
+from flatout.config.objective import class_of_kind
 from flatout.data.token_store import TokenStore
 
 
@@ -19,9 +22,13 @@ class Answer:
     """One answer by a plain model: its log-probability s, its tokens n, and its log-ratio d to the reference."""
 
     def __init__(self, model: Any, ids: Tensor, mask: Tensor, reference: float) -> None:
-        logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-        self.s, self.n = logprobs[mask[1:]].sum(), int(mask[1:].sum())
+        self.logits, self.ids = model(ids[None]).logits[0, :-1][mask[1:]], ids[1:][mask[1:]]
+        self.s, self.n = self.logprobs().sum(), len(self.ids)
         self.d = self.s - reference
+
+    def logprobs(self, temperature: float = 1.0) -> Tensor:
+        """The log-probability of each label token (n,)."""
+        return (self.logits / temperature).log_softmax(-1).gather(-1, self.ids[:, None])[:, 0]
 
 
 def plain_update(model: torch.nn.Module, loss: Tensor, lr: float) -> float:
@@ -89,7 +96,70 @@ KTO: dict[str, dict[str, Any]] = {
     "kto": {"kind": "kto"},
     "kto, weighted": {"kind": "kto", "beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.7},
 }
-SETTINGS = {name: form[0] for name, form in PAIRS.items()} | KTO
+
+
+class Rollout:
+    """One sampled answer: l of its tokens (n,), and the columns of the data set at them."""
+
+    def __init__(self, answer: Answer, temperature: float, columns: dict[str, Tensor]) -> None:
+        self.l, self.entropy = answer.logprobs(temperature), Categorical(logits=answer.logits / temperature).entropy()
+        self.A, self.sampler, self.old, self.reference = (columns[name].double() for name in TOKEN_COLUMNS)
+        self.answers, self.n = float(columns["answers"]), answer.n
+
+    def clipped(self, low: float, high: float) -> Tensor:
+        r = (self.l - self.old).exp()
+        return -self.A * torch.where(self.A > 0, r.clamp(max=1 + high), r.clamp(min=1 - low))
+
+    def weighted(self, low: float, high: float) -> Tensor:
+        return -(self.l.detach() - self.old).exp().clamp(1 - low, 1 + high) * self.A * self.l
+
+    def sequence(self, low: float, high: float) -> Tensor:
+        s = (self.l - self.old).mean().exp()
+        clip, tokens = s.detach().clamp(1 - low, 1 + high), s.detach() * (self.l - self.l.detach()).exp()
+        clip = tokens.where(clip == s.detach(), clip)
+        return torch.stack([-torch.min(one * a, other * a) for one, other, a in zip(tokens, clip, self.A, strict=True)])
+
+    def dual(self, low: float, high: float, dual: float) -> Tensor:
+        plain = self.clipped(low, high)
+        return torch.where((self.A < 0) & (plain > -dual * self.A), -dual * self.A, plain)
+
+
+TOKEN_COLUMNS = ("advantage", "sampler_logprob", "policy_logprob", "reference_token_logprob")
+# kind and its settings, an answer's share of the sum, and what divides the sum
+POLICIES: dict[str, tuple[dict[str, Any], Callable[[Rollout], Tensor], str]] = {
+    "grpo": ({"kind": "grpo"}, lambda x: x.clipped(0.2, 0.2).mean(), "answers"),
+    "grpo, kl": (
+        {"kind": "grpo", "kl": 0.3, "entropy": 0.2, "temperature": 0.7},
+        lambda x: (x.clipped(0.2, 0.2) + 0.15 * (x.l - x.reference) ** 2 - 0.2 * x.entropy).mean(),
+        "answers",
+    ),
+    "dr_grpo": ({"kind": "dr_grpo", "longest": 80}, lambda x: x.clipped(0.2, 0.2).sum() / 80, "answers"),
+    "dapo": ({"kind": "dapo"}, lambda x: x.clipped(0.2, 0.28).sum(), "tokens"),
+    "dapo, dual": (
+        {"kind": "dapo", "clip_low": 0.1, "clip_high": None, "clip_dual": 1.2},
+        lambda x: x.dual(0.1, 1e9, 1.2).sum(),
+        "tokens",
+    ),
+    "gspo": (
+        {"kind": "gspo", "clip_low": 0.05, "clip_high": 0.1},
+        lambda x: x.sequence(0.05, 0.1).mean(),
+        "answers",
+    ),
+    "gspo, tokens": (
+        {"kind": "gspo", "normalize_by": "tokens"},
+        lambda x: x.sequence(3e-4, 4e-4).sum(),
+        "tokens",
+    ),
+    "cispo": ({"kind": "cispo", "clip_high": 0.2, "temperature": 1.4}, lambda x: x.weighted(1e9, 0.2).sum(), "tokens"),
+    "cispo, low": (
+        {"kind": "cispo", "clip_low": 0.1, "clip_high": 0.3},
+        lambda x: x.weighted(0.1, 0.3).sum(),
+        "tokens",
+    ),
+    "rloo": ({"kind": "rloo"}, lambda x: -(x.A * x.l).sum(), "answers"),
+    "reinforce": ({"kind": "reinforce"}, lambda x: -(x.A * x.l).sum(), "answers"),
+}
+SETTINGS = {name: form[0] for name, form in PAIRS.items()} | KTO | {name: form[0] for name, form in POLICIES.items()}
 
 
 class PlainStep:
@@ -131,7 +201,24 @@ class PlainStep:
 
     def of(self, name: str) -> tuple[Tensor, dict[str, float]]:
         """The loss of the step, with its graph, and the metrics."""
+        if name in POLICIES:
+            return self._policy(*POLICIES[name])
         return self._kto(KTO[name]) if name in KTO else self._pairs(PAIRS[name])
+
+    def _policy(
+        self, settings: dict[str, Any], share: Callable[[Rollout], Tensor], per: str
+    ) -> tuple[Tensor, dict[str, float]]:
+        rollouts = []
+        for sample_id, answer in zip(self.sample_ids, self.answers, strict=True):
+            read = self._store.sample(sample_id, [*TOKEN_COLUMNS, "answers"])
+            columns = {
+                name: torch.tensor(values[1:][read.loss_mask[1:]] if values.ndim else values)
+                for name, values in read.columns.items()
+            }
+            rollouts.append(Rollout(answer, settings.get("temperature", 1.0), columns))
+        count = sum(one.n for one in rollouts)
+        loss = sum(map(share, rollouts)) / (count if per == "tokens" else sum(one.answers for one in rollouts))
+        return loss, _policy_metrics(rollouts, settings)
 
     def _pairs(self, form: Form) -> tuple[Tensor, dict[str, float]]:
         _, loss_of, reward_of = form
@@ -173,3 +260,31 @@ class PlainStep:
         named = dict(self.model.named_parameters())
         grads = torch.autograd.grad(loss, list(named.values()), retain_graph=True)
         return loss.item(), dict(zip(named, grads, strict=True)), metrics
+
+
+def _policy_metrics(rollouts: Sequence[Rollout], settings: dict[str, Any]) -> dict[str, float]:
+    loss = class_of_kind(settings["kind"])(**{name: value for name, value in settings.items() if name != "kind"})
+    now, old, sampler, reference, a, entropy = (
+        torch.cat([getattr(one, name).detach() for one in rollouts])
+        for name in ("l", "old", "sampler", "reference", "A", "entropy")
+    )
+    metrics = {
+        "entropy": entropy,
+        "kl/old": (now - old).exp() - 1 - (now - old),
+        "mismatch/k1": sampler - now,
+        "mismatch/k3": (now - sampler).exp() - 1 - (now - sampler),
+        "mismatch/over_2x": (now - sampler > math.log(2)) | (sampler - now > math.log(2)),
+    }
+    largest = {"mismatch/max": torch.max((now - sampler).exp(), (sampler - now).exp()).max().item()}
+    if loss.kl:
+        metrics["kl/reference"] = (reference - now).exp() - 1 - (reference - now)
+    if loss.ratio != "none":
+        means = [(one.l - one.old).detach().mean().expand(one.n) for one in rollouts]
+        r = (torch.cat(means) if loss.ratio == "sequence" else now - old).exp()
+        below = r < 1 - (math.inf if loss.clip_low is None else loss.clip_low)
+        above = r > 1 + (math.inf if loss.clip_high is None else loss.clip_high)
+        is_weight = loss.ratio == "clipped_weight"
+        metrics["clip_share/low"] = below if is_weight else below & (a < 0)
+        metrics["clip_share/high"] = above if is_weight else above & (a > 0)
+        largest["ratio/max"] = r.max().item()
+    return largest | {name: values.double().mean().item() for name, values in metrics.items()}

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
+from flatout.config.objective import ADVANTAGE, ANSWERS, POLICY_LOGPROB, REFERENCE_TOKENS, SAMPLER_LOGPROB
 from flatout.data import registry
+from flatout.data.add_column import add_column
 from flatout.data.columns import Column
 from flatout.data.store_writer import new_store
 from flatout.data.token_store import StoreMeta, TokenStore
@@ -76,3 +81,29 @@ def write_units(
     )  # fmt: skip
     registry.upsert(root, entry)
     return TokenStore.open(folder)
+
+
+def write_groups(
+    root: Path, model: Any, tokenizer: Path, sizes: list[int], *, name: str, lacks: Collection[str] = ()
+) -> TokenStore:
+    """Write groups of sampled answers: each token has an advantage, and log-probabilities near those of `model`."""
+    store, rng = write_units(root, tokenizer, sizes, name=name), np.random.default_rng(1)
+    logprobs, starts = np.zeros(len(store.token_ids)), store.offsets[:-1].tolist()
+    with torch.no_grad():
+        for index, start in enumerate(starts):
+            ids = torch.tensor(store.sample(index).token_ids.tolist())
+            rows = model(ids[None]).logits[0, :-1].log_softmax(-1)
+            logprobs[start + 1 : start + len(ids)] = rows.gather(-1, ids[1:, None])[:, 0]
+    own = np.repeat(rng.normal(0, 0.1, len(starts)), store.lengths)
+    columns = {
+        ADVANTAGE: rng.normal(0, 1, len(logprobs)),
+        SAMPLER_LOGPROB: logprobs + rng.normal(0, 0.4, len(logprobs)),
+        POLICY_LOGPROB: logprobs + own + rng.normal(0, 0.2, len(logprobs)),
+        REFERENCE_TOKENS: logprobs + rng.normal(0, 0.3, len(logprobs)),
+    }
+    counts = 1 + rng.integers(0, 3, len(starts)) / 2
+    for column, values in (columns | {ANSWERS: counts}).items():
+        if column not in lacks:
+            per = "sample" if column == ANSWERS else "token"
+            add_column(store.folder, column, values.astype(np.float32), per=per, meaning="of rollouts")
+    return TokenStore.open(store.folder)

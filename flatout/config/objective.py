@@ -20,6 +20,16 @@ name: a run computes it before its first step for an objective that names it."""
 UNDESIRABLE = "undesirable"
 """The column, per sample, that is 1 where `label` is 0 and 0 where it is 1. No data set holds it: it is made of `label`
 for an objective that names it."""
+# columns of a store of rollouts. Per token, of label tokens; log-probabilities are of softmax(logits / temperature):
+ADVANTAGE = "advantage"
+SAMPLER_LOGPROB = "sampler_logprob"
+"""Of each token in the distribution that it was drawn from."""
+POLICY_LOGPROB = "policy_logprob"
+"""By the trained model at the start of the round, to which ratios are taken; that of the sampler in sets without it."""
+REFERENCE_TOKENS = "reference_token_logprob"
+"""By the reference model, for an objective with `kl`."""
+ANSWERS = "answers"
+"""Per sample: for how many answers of its round it counts, as groups that were dropped count too; 1 in sets without."""
 # a reference that follows the model, by the names that other trainers have for it
 MOVING = {"update_every", "sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"}
 NO_MOVING = (
@@ -27,10 +37,9 @@ NO_MOVING = (
     "remove it, or start another run from the adapter of this one"
 )
 
-# methods of other trainers, some of whose names are near to one of ours
-ROLLOUTS = frozenset({"ppo", "grpo", "dr_grpo", "async_grpo", "gspo", "dapo", "rloo", "online_dpo", "nash_md", "xpo"})
-NO_ROLLOUTS = "trains on answers that the model writes meanwhile (rollouts), which flatout does not do"
-_OF_OTHERS = ROLLOUTS | {"gkd", "bco", "prm", "alignprop"}
+# methods of other trainers, some of whose names are near to one of ours; the first train on answers of the model itself
+_ROLLOUTS = frozenset({"ppo", "async_grpo", "reinforce_plus_plus", "remax", "online_dpo", "nash_md", "xpo"})
+_OF_OTHERS = _ROLLOUTS | {"gkd", "bco", "prm", "alignprop"}
 # kind -> module and class below flatout.objectives, whose fields are the kind's settings
 OBJECTIVES: Mapping[str, str] = MappingProxyType(
     {
@@ -45,6 +54,13 @@ OBJECTIVES: Mapping[str, str] = MappingProxyType(
         "reward": "reward.Reward",
         "kto": "kto.KTO",
         "classify": "reward.Classify",
+        "grpo": "policy.GRPO",
+        "dr_grpo": "policy.DrGRPO",
+        "dapo": "policy.DAPO",
+        "gspo": "policy.GSPO",
+        "cispo": "policy.CISPO",
+        "rloo": "policy.RLOO",
+        "reinforce": "policy.Reinforce",
     }
 )
 
@@ -103,7 +119,8 @@ class ObjectiveConfig(Section):
     kind: str = "cross_entropy"
     """cross_entropy; weighted_tokens (each token's loss times its value in the data set's column `weight`); on pairs of
     answers: dpo, ipo, dpo_norm, orpo, simpo, cpo; on labeled answers: kto; these have parameters such as `beta`
-    (docs/preference.md); reward: a model that scores answers; classify: a text classifier."""
+    (docs/preference.md); reward: a model that scores answers; classify: a text classifier; on answers of the model
+    itself: grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce (docs/policy-losses.md)."""
     path: PathText | None = None
     """A class in a file of your own instead, which runs as code: my_loss.py:MyLoss."""
     reference: ReferenceConfig = ReferenceConfig()
@@ -132,8 +149,8 @@ class ObjectiveConfig(Section):
         if self.kind not in OBJECTIVES:
             names = ", ".join(OBJECTIVES).replace(",", " (ordinary fine-tuning),", 1)
             if (other := self.kind.lower().replace("-", "_")) in _OF_OTHERS:
-                near, why = ["dpo"], "for rows with chosen and rejected answers"
-                hint = NO_ROLLOUTS if other in ROLLOUTS else "is not offered"
+                near, why, hint = ["dpo"], "for rows with chosen and rejected answers", "is not offered"
+                near, why = (["grpo"], "for answers of the model itself") if other in _ROLLOUTS else (near, why)
             else:
                 near, why = difflib.get_close_matches(self.kind.lower(), OBJECTIVES, n=1), ""
                 hint = "is unknown"

@@ -36,6 +36,7 @@ _REPLACED_WITHIN_S, _LOOK_S = 5.0, 0.01
 MASK_RULES = 2
 """Version of the rules by which conversations become text and ranges with loss; raised when a row may get others."""
 _FILLED_BY = {
+    "advantage": "it is of answers that a model has sampled and that got a reward (docs/policy-losses.md)",
     "label": "write rows with prompt, completion and label (true or false)",
     "class": "build it from rows with format=classify",
     "margin": "build it from pairs that all have a margin or scores",

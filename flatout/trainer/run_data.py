@@ -10,12 +10,13 @@ from numpy.typing import NDArray
 from torch.cuda import device_count
 
 from flatout.checkpoint.write import data_of
-from flatout.config.objective import REFERENCE, UNDESIRABLE, ObjectiveConfig, ReferenceConfig
+from flatout.config.objective import ADVANTAGE, REFERENCE, UNDESIRABLE, ObjectiveConfig, ReferenceConfig
 from flatout.config.optim import lr_of
 from flatout.config.schema import Config, DataConfig
 from flatout.data.build import open_or_build
 from flatout.data.preference_columns import alike_labels, in_order_of, with_undesirable
 from flatout.data.reference_column import with_reference
+from flatout.data.rollout_columns import with_rollout_columns
 from flatout.data.row_keys import prompt_keys
 from flatout.data.rows.formats.answers import CLASS
 from flatout.data.token_store import TokenStore
@@ -237,7 +238,9 @@ def open_tokens(data: DataConfig, config: Config, reporter: Reporter, objective:
     )
     store = with_reference(store) if REFERENCE in objective.columns else store
     store = with_undesirable(store) if UNDESIRABLE in objective.columns else store
-    store.require_columns(objective.needed_columns, f"objective {objective.name}")
+    store.require_columns(objective.columns, who := f"objective {objective.name}")
+    store = with_rollout_columns(store) if ADVANTAGE in objective.columns else store
+    store.require_columns(objective.needed_columns, who)
     return store
 
 

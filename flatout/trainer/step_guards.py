@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from flatout.config.objective import OBJECTIVES
+from flatout.config.objective import ADVANTAGE, OBJECTIVES
 from flatout.errors import Fix, NumericError, ResourceError
 from flatout.io.durable_io import DurableIO
 from flatout.parallel.shards import local_part
@@ -76,6 +76,8 @@ def tell_divergence(run: TrainingRun, step: StepPlan, loss: float) -> None:
     if first is None:
         run.state.first_loss = first = loss
     if run.state.has_diverged or run.config.objective.path or run.config.objective.kind not in OBJECTIVES:
+        return
+    if ADVANTAGE in objective.columns:  # a policy's loss begins at about 0, and has either sign
         return
     limit, than = DIVERGED_TIMES * abs(first), f"{DIVERGED_TIMES:g} times the first"
     if objective.reads == "labels" and objective.scope == "token":

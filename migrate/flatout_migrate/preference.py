@@ -97,7 +97,7 @@ def refuse_rollouts(where: str, *names: object) -> None:
         if name in _OF_ROLLOUTS or {plain, plain.replace("dpo", "_dpo")} & _ROLLOUTS:
             raise UsageError(
                 f"{where}: {name}: this trains on answers that the model writes meanwhile (rollouts), which flatout "
-                "does not do; rows with answers or pairs: docs/preference.md"
+                "does not translate; its own losses for such answers: docs/policy-losses.md"
             )
 
 

@@ -22,6 +22,7 @@ PACKAGE = ROOT / "flatout"
 
 # definitions that only tests use today, and the room that deletes or uses them
 KNOWN_UNUSED = {"flatout/data/rows/remote.py: _fetch_range": "fsspec calls it"}
+KNOWN_UNUSED |= dict.fromkeys(("flatout/rollout/advantages.py: make_advantages",), "the round collects by it")
 # names of our own making, and the field's word in their place
 WORDS = {
     "JoinedLora": "FusedLora", "join_layers": "fuse_layers", "turned_weights": "transposed_weights",
@@ -80,12 +81,12 @@ MAX_PACKAGE_LINES = {
     "kernels": 4_000,
     "launch": 1_500,
     "models": 9_500,
-    "objectives": 1_000,
+    "objectives": 1_500,
     "optim": 1_000,
     "parallel": 2_000,
     "planner": 3_500,
     "profile": 500,
-    "rollout": 1_500,
+    "rollout": 2_000,
     "studio": 1_500,
     "track": 3_000,
     "trainer": 7_000,

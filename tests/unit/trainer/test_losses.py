@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from plain_losses import KTO, SETTINGS, PlainStep
-from unit_store import write_units
+import torch
+from plain_losses import KTO, POLICIES, SETTINGS, PlainStep
+from transformers import AutoModelForCausalLM
+from unit_store import write_groups, write_units
 
 from flatout.checkpoint.write import Checkpoints
 from flatout.config.objective import OBJECTIVES, REFERENCE, class_of_kind
@@ -41,11 +43,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def root(tiny, tmp_path_factory):
-    """The root of a data set of pairs, and of one of labelled answers."""
+    """The root of a data set of pairs, of one of labelled answers, and of one of sampled answers with advantages."""
     folder = tmp_path_factory.mktemp("answers")
     write_units(folder, tiny.model_dir, [2] * NUM_UNITS, name="pairs")
     write_units(folder, tiny.model_dir, [1] * NUM_UNITS, name="labelled", labels=LABELS)
+    model = AutoModelForCausalLM.from_pretrained(tiny.model_dir, dtype=torch.float64)
+    write_groups(folder, model, tiny.model_dir, [3, 2, 4, 1, 2] * 2, name="groups")
     return folder
+
+
+def data_of(name: str) -> str:
+    return "labelled" if name in KTO else "groups" if name in POLICIES else "pairs"
 
 
 def config_of(tiny: Any, root: Path, folder: Path, name: str, **batch: Any) -> Config:
@@ -55,7 +63,7 @@ def config_of(tiny: Any, root: Path, folder: Path, name: str, **batch: Any) -> C
             "device": "cpu",
             "method": "full",
             "model": {"name": str(tiny.model_dir), "precision": "fp64"},
-            "data": {"name": "labelled" if name in KTO else "pairs", "root": str(root)},
+            "data": {"name": data_of(name), "root": str(root)},
             "objective": SETTINGS[name],
             "eval": {"prompts": []},
             "batch": {"samples_per_step": PER_STEP, "max_steps": 2, "micro_batch_tokens": 4000, **batch},
@@ -125,7 +133,8 @@ def test_a_step_is_that_of_plain_torch_however_it_is_cut(tiny, root, tmp_path, p
         run.optimizer.zero_grad()
         sums = accumulate_gradients(run, replace(step, by_rank=(passes,))).tolist()
         got = planned.normalizers.means(sums, step)
-        assert got[0] == sums[0] / PER_STEP == pytest.approx(loss, rel=1e-7)
+        assert got[0] == pytest.approx(loss, rel=1e-7, abs=1e-8)
+        assert name in POLICIES or got[0] == sums[0] / PER_STEP
         assert got[1] == pytest.approx(metrics, rel=1e-6, abs=1e-6)
         largest = max(float(one.norm()) for one in gradients.values())
         for parameter_name, parameter in run.named_parameters.items():
@@ -141,6 +150,8 @@ SOME = [
     (2, "rows", "ddp", "kto, weighted"),
     (2, "packed, shared", "ddp", "dpo, robust"),
     (2, "rows", "ddp", "orpo"),
+    (2, "packed, shared", "ddp", "grpo, kl"),
+    (2, "rows", "ddp", "dapo"),
 ]
 ALL = [
     (world, layout, strategy, name)
@@ -153,7 +164,8 @@ def test_ranks_take_that_step_too(tiny, root, tmp_path, plain_step, cases):
     """One start of the processes for all losses, which read the reference's values from each run's folder."""
     jobs = []
     for place, (world, layout, strategy, name) in enumerate(cases):
-        config = config_of(tiny, root, tmp_path / str(place), name, **{**LAYOUTS[layout], "micro_batch_tokens": 300})
+        tokens = 500 if name in POLICIES else 300
+        config = config_of(tiny, root, tmp_path / str(place), name, **{**LAYOUTS[layout], "micro_batch_tokens": tokens})
         planned = with_reference(open_and_plan(config, Reporter(), Rank()))
         loss, gradients, _ = plain_step(planned).gradients(name)
         config.folder.mkdir()

@@ -1,0 +1,87 @@
+"""Advantages of answers from the rewards of groups; a group has all answers to one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+# added to a standard deviation, as TRL has it
+STD_EPS = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """What a round trains: `values` float64 (N,), an answer's advantage; `is_kept` bool (N,), whether it is trained."""
+
+    values: Floats
+    is_kept: NDArray[np.bool_]
+    num_unscored: int
+    """Answers whose reward is NaN, which no mean reads."""
+    num_masked: int
+    """Answers with a reward that are not trained, but read by the means of their groups."""
+    num_dropped: int
+    """Groups with answers to train that say nothing, as the rewards that they are compared by are equal."""
+    count: float
+    """For how many answers a kept one counts, as those of dropped groups count too: the column ANSWERS."""
+
+
+def make_advantages(
+    rewards: Floats, sizes: NDArray[np.int64], baseline: str, *, is_masked: NDArray[np.bool_] | None = None
+) -> Advantages:
+    """Return the advantages of answers with `rewards` (N,), NaN for one without, in groups of `sizes` (G,).
+
+    `baseline` is one of BASELINES. `is_masked` (N,) has answers to leave out of training alone, such as those that
+    ended by length (arXiv:2503.14476, section 3.4). Whether a group has a signal is decided by equality of rewards, so
+    rounding makes none.
+    """
+    is_scored = ~np.isnan(rewards)
+    is_trained = is_scored if is_masked is None else is_scored & ~is_masked
+    values, has_signal = np.zeros(len(rewards)), np.zeros(len(rewards), bool)
+    compared = np.array([len(rewards)]) if baseline == "batch_mean" else sizes
+    for members in _members(compared):
+        members = members[is_scored[members]]
+        own = rewards[members]
+        if own.any() if baseline == "none" else (own != own[:1]).any():
+            has_signal[members], values[members] = True, BASELINES[baseline](own)
+    is_kept = is_trained & has_signal
+    num_dropped = sum(bool(is_trained[own].any() and not is_kept[own].any()) for own in _members(sizes))
+    return Advantages(
+        values, is_kept, int((~is_scored).sum()), int((is_scored & ~is_trained).sum()), num_dropped,
+        count=float(is_trained.sum() / max(1, is_kept.sum())),
+    )  # fmt: skip
+
+
+def _members(sizes: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Return the numbers of the answers of each group."""
+    return np.split(np.arange(sizes.sum()), np.cumsum(sizes)[:-1])
+
+
+def _over_mean(rewards: Floats) -> Floats:
+    return np.asarray(rewards - rewards.mean())
+
+
+def _over_std(rewards: Floats) -> Floats:
+    """(R - mean) / (std + 1e-4) with the unbiased standard deviation, over n - 1, as TRL and verl compute it."""
+    return np.asarray(_over_mean(rewards) / (rewards.std(ddof=1) + STD_EPS))
+
+
+def _over_others(rewards: Floats) -> Floats:
+    """R - mean of the n - 1 others = n / (n - 1) (R - mean)   (arXiv:2402.14740, eq. 8)."""
+    return np.asarray(_over_mean(rewards) * len(rewards) / (len(rewards) - 1))
+
+
+# what becomes of the rewards of answers that are compared, which are not all equal
+BASELINES: Mapping[str, Callable[[Floats], Floats]] = MappingProxyType(
+    {
+        "mean_std": _over_std,
+        "mean": _over_mean,
+        "leave_one_out": _over_others,
+        "batch_mean": _over_mean,
+        "none": np.copy,
+    }
+)
