@@ -19,7 +19,9 @@ from flatout.api.data import REGISTRY, TokenStore, data_sets, load_tokenizer, op
 from flatout.cli.parser import Parser
 from flatout.cli.screen import COLUMN_FORM, WIDTH, aligned, import_without_gc, pairs_of, progress_console, with_columns
 from flatout.config.describe import describe_setting
+from flatout.config.objective import REWARD
 from flatout.config.problems import problem_of, problems_error
+from flatout.config.read import load_config
 from flatout.config.schema import DataConfig
 from flatout.config.section import nested_kinds
 from flatout.errors import Fix, UsageError
@@ -59,7 +61,7 @@ def add_arguments(parser: Parser) -> None:
     add("--print-samples", action="store_true", help="print the first samples as text")
     add("--replace", action="store_true", help="overwrite a data set of that name if it differs or has images")
     show = actions.add_parser("show", help="print samples, with trained tokens in color, and statistics")
-    show.add_argument("name", help="name of a built data set")
+    show.add_argument("name", help="name of a built data set, or a run's YAML whose data are prompts")
     show.add_argument("-n", type=int, help="number of samples to show (3; 20 in a page)")
     show.add_argument("--html", action="store_true", help="write a page with samples, packing and statistics")
     show.add_argument("--out", type=Path, metavar="FILE", help="file of the page (NAME.html)")
@@ -160,6 +162,9 @@ def _show(args: argparse.Namespace) -> None:
         raise UsageError(f"-n is {count}; expected a number of samples such as 3; -n 1000000 shows all of most sets")
     if args.out and not args.html:
         raise UsageError("--out is only for --html; without it the samples are printed")
+    if args.name.endswith((".yaml", ".yml")):
+        _show_prompts(Path(args.name), count)
+        return
     store = open_data_set(args.name, args.root)
     tokenizer = load_tokenizer(store.meta.tokenizer, added=store.meta.added_tokens) if count > 0 else None
 
@@ -179,6 +184,31 @@ def _show(args: argparse.Namespace) -> None:
         _print_facts(store)
 
 
+def _show_prompts(path: Path, count: int) -> None:
+    """Print the first prompts of a run as the model gets them, with what rewards get."""
+    config = load_config(path)
+    data, name = config.data, config.model.name
+    with progress_console() as progress:
+        progress.on_phase("importing libraries")
+        import_without_gc("flatout.data.prompts")
+        from flatout.data.prompts import read_prompts
+
+        prompts = read_prompts(data, name, log=progress.print_line)
+    tokenizer = load_tokenizer(data.tokenizer or name, added=data.added_tokens)
+    console = Console(highlight=False, soft_wrap=True)
+    for number in range(min(count, len(prompts))):
+        prompt = prompts[number]
+        text = tokenizer.decode(list(prompt.token_ids), skip_special_tokens=False)
+        pictures = f", {len(prompt.pictures)} pictures" if prompt.pictures else ""
+        console.print(f"--- Prompt {number + 1} ({prompt.origin}, {len(prompt.token_ids)} tokens{pictures}) ---")
+        console.print(Text(printable(text)))
+        console.print(
+            Text(printable("\n".join(f"row.{key}: {value!r:.200}" for key, value in prompt.row.items())), "dim")
+        )
+    spread = zip((5, 50, 95, 100), np.percentile(prompts.lengths, (5, 50, 95, 100)), strict=True)
+    print(f"{len(prompts):,} prompts; tokens: " + "  ".join(f"p{share} {tokens:.0f}" for share, tokens in spread))
+
+
 def _print_samples(store: TokenStore, decode: Decode, count: int) -> bool:
     """Print samples or pairs with colors; return whether somebody reads them, as not after `| head`."""
     from flatout.data.pictures.show import picture_lines
@@ -193,8 +223,8 @@ def _print_samples(store: TokenStore, decode: Decode, count: int) -> bool:
             continue
         token_ids, loss_mask = store.sample(index).pair
         sizes = f"{len(token_ids)} tokens, {int(store.num_label_tokens[index])} with loss"
-        label = f", label {int(store.extra['label'][index])}" if meta.counts.get("labelled") else ""
-        console.print(f"--- Sample {index + 1} ({store.origin(index)}, {sizes}{label}) ---")
+        worth = "".join(f", {name} {store.extra[name][index]:g}" for name in ("label", REWARD) if name in store.extra)
+        console.print(f"--- Sample {index + 1} ({store.origin(index)}, {sizes}{worth}) ---")
         console.print(_colored(token_ids, loss_mask, decode))
         console.print("".join(f"{line}\n" for line in picture_lines(store, index)))
     return True
@@ -237,17 +267,18 @@ def _print_facts(store: TokenStore) -> None:
     from flatout.data.statistics import statistics_lines
 
     meta = store.meta
-    loss_type, max_tokens = (meta.settings.get(name) for name in ("loss_type", "max_tokens"))
+    sources = ", ".join(meta.sources) or "not built from rows"
     lines = [
-        f"{meta.name}: {', '.join(meta.sources)}; tokenizer {meta.tokenizer}; template {meta.template or 'none'};",
-        f"loss on {loss_type}; max_tokens {max_tokens}; end of turn {meta.end_of_turn or 'none'!r}",
+        f"{meta.name}: {sources}; tokenizer {meta.tokenizer}; template {meta.template or 'none'};",
+        f"{meta.limits}end of turn {meta.end_of_turn or 'none'!r}",
         *(meta.template_facts.lines() if meta.template_facts is not None else ()),
     ]
     for name in sorted(store.extra):
         column = store.columns[name]
         lines.append(f"column {name}: {column.dtype} per {column.per}: {column.meaning}")
     print("\n".join([*map(printable, lines), *statistics_lines(store)]))
-    print(f"{store.folder / 'report.json'} lists every row that was dropped or truncated")
+    if meta.counts:
+        print(f"{store.folder / 'report.json'} lists every row that was dropped or truncated")
 
 
 def _template(args: argparse.Namespace) -> None:

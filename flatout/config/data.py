@@ -37,7 +37,7 @@ Text = Annotated[str, AfterValidator(_encodable)]
 """Text that a tokenizer takes."""
 Format = Literal[
     "auto", "alpaca", "sharegpt", "messages", "prompt_completion", "segments", "text", "tokens", "preference", "reward",
-    "kto", "classify",
+    "kto", "classify", "rollouts", "prompts",
 ]  # fmt: skip
 CONVERTERS = {name: f"examples/formats/{name}.py:rows" for name in ("gemini", "glaive", "oasst", "xlam")}
 """Data sets with rows of their own form, and the converters that flatout's repository has for them."""

@@ -30,6 +30,8 @@ REFERENCE_TOKENS = "reference_token_logprob"
 """By the reference model, for an objective with `kl`."""
 ANSWERS = "answers"
 """Per sample: for how many answers of its round it counts, as groups that were dropped count too; 1 in sets without."""
+REWARD = "reward"
+"""The column, per sample, of the total reward of an answer."""
 # a reference that follows the model, by the names that other trainers have for it
 MOVING = {"update_every", "sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha"}
 NO_MOVING = (

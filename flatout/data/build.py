@@ -31,6 +31,7 @@ from flatout.data.readers import (
     count_rows,
     most_rows,
     own_columns,
+    refuse_prompts,
     with_classes,
 )
 from flatout.data.rows.converter import converted
@@ -97,7 +98,7 @@ def open_or_build(
     registry.load(config.root)  # one that flatout did not write ends here
     with with_sources(config.sources):
         sources = [converted(open_source(source, log), source, log) for source in config.sources]
-    meta, content = _describe(config, name, facts, sources)
+    meta, content = describe(config, name, facts, sources)
     folder = registry.built_dir(config.root, config.name)
     lock = locked(folder.with_name(f".{folder.name}.lock"), f"the process that builds {folder}", log)
     with lock, with_sources(config.sources):
@@ -140,6 +141,7 @@ def refuse_early(config: DataConfig, tokenizer_name: str) -> None:
                 continue  # a converter runs in the build, once
             rows = islice(opened.rows(lambda _: None), ROWS_TO_DETECT)
             parser, first = choose_parser(opened.name, source, rows)
+            refuse_prompts(opened.name, parser)
         for row in () if has_template else chain([first], rows):
             sample = None
             with suppress(DataError):  # a bad row is for `on_bad_row`
@@ -189,7 +191,7 @@ def _require_built(folder: Path) -> None:
             )
 
 
-def _describe(
+def describe(
     config: DataConfig, name: str, tokenizer: TokenizerFacts, sources: Sequence[RowSource]
 ) -> tuple[StoreMeta, Content]:
     """Return what the store will be made from, and what decides its content, without the rules of the loss mask."""
@@ -290,9 +292,7 @@ def _build(
     log: Log,
 ) -> None:
     meta, content = described
-    template = meta.template_text if meta.template else None
-    options = TokenizeOptions(meta.tokenizer, meta.template, template, config)
-    to_tokens = SampleTokenizer(options, tokenizer_of(config, tokenizer_name))
+    to_tokens = tokenizer_for(config, meta, tokenizer_name)
     notes: list[str] = []
 
     def log_note(text: str) -> None:
@@ -302,12 +302,7 @@ def _build(
     num_procs = usable_procs(config.num_procs)
     if config.num_procs not in (None, num_procs):
         log_note(f"num_procs: {config.num_procs} lowered to {num_procs}, the most on this machine")
-    readers = with_classes(choose_parsers(sources, config.sources), log_note)
-    if config.template == "plain":
-        readers = [(one, replace(own, options=replace(own.options, joins=True))) for one, own in readers]
-    for source, parser in readers:
-        for text in filter(None, (f"{source.name}: {parser.summary}", source.held_out)):
-            log_note(text)
+    readers = readers_of(config, sources, log_note)
     columns = own_columns(config, readers, log_note) or (PICTURES if meta.processor else {})
     copies, total = count_rows(config, readers)
     report = BuildReport(config, lambda: total if copies is not None else most_rows(readers))
@@ -317,7 +312,7 @@ def _build(
     ):
         if report.num_chunks:
             log(f"going on from an earlier build, which finished {report.counts['rows']:,} rows")
-        chunks = islice(_chunks(readers, copies, report), report.num_chunks, None)
+        chunks = islice(read_chunks(readers, copies, report), report.num_chunks, None)
         on_chunk = timed(progress, log, report.counts["rows"], total)
         for chunk, read in tokenize_chunks(chunks, to_tokens, config.num_procs):
             done = without_repeated(read, report.seen)
@@ -334,6 +329,23 @@ def _build(
         for text in left_out + report.notes():
             log_note(text)
         writer.finish(meta, redacted(report.report(notes)), report.picture_files)
+
+
+def tokenizer_for(config: DataConfig, meta: StoreMeta, tokenizer_name: str) -> SampleTokenizer:
+    """Return what tokenizes the rows of a set that `describe` has described."""
+    options = TokenizeOptions(meta.tokenizer, meta.template, meta.template_text if meta.template else None, config)
+    return SampleTokenizer(options, tokenizer_of(config, tokenizer_name))
+
+
+def readers_of(config: DataConfig, sources: Sequence[RowSource], log: Log) -> Readers:
+    """Return each source with the parser of its rows, which `log` is told."""
+    readers = with_classes(choose_parsers(sources, config.sources), log)
+    if config.template == "plain":
+        readers = [(one, replace(own, options=replace(own.options, joins=True))) for one, own in readers]
+    for source, parser in readers:
+        for text in filter(None, (f"{source.name}: {parser.summary}", source.held_out)):
+            log(text)
+    return readers
 
 
 def _with_rows(meta: StoreMeta, report: BuildReport, to_tokens: SampleTokenizer, log: Log) -> StoreMeta:
@@ -376,7 +388,8 @@ def _kept(writer: StoreWriter, report: BuildReport, log: Log) -> Iterator[None]:
         raise
 
 
-def _chunks(readers: Readers, copies: list[NDArray[np.int32]] | None, report: BuildReport) -> Iterator[Chunk]:
+def read_chunks(readers: Readers, copies: list[NDArray[np.int32]] | None, report: BuildReport) -> Iterator[Chunk]:
+    """Yield the rows of all sources, each used as often as `copies` says (None: once), and what could not be read."""
     problems: list[Problem] = []
 
     def bad_row(error: DataError) -> None:

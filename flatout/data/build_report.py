@@ -15,7 +15,7 @@ import numpy as np
 
 from flatout.config.schema import DataConfig
 from flatout.data.conversation import Origin
-from flatout.data.counts import ALWAYS_COUNTED, COUNTS, LISTED, LOSING
+from flatout.data.counts import ALWAYS_COUNTED, COUNTS, LISTED, LOSING, UNITS
 from flatout.data.markup import markup_notes
 from flatout.data.pictures.files import Files, files_of
 from flatout.data.preference_columns import unit_notes
@@ -217,7 +217,7 @@ class BuildReport:
     def notes(self) -> list[str]:
         """Return what a user should know about the rows, one sentence each."""
         counts, notes = self.counts, list(unit_notes(self.counts))
-        are_units = counts["pairs"] or counts["labelled"]
+        are_units = any(counts[name] for name in UNITS)
         ends = {}
         if counts["learnt_control"]:
             rows = self._some("typed_control")

@@ -12,7 +12,7 @@ import xxhash
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, with_config
 
-from flatout.config.objective import REFERENCE
+from flatout.config.objective import ADVANTAGE, REFERENCE, REWARD, SAMPLER_LOGPROB
 from flatout.errors import DataError, UsageError
 
 CHECKED = ConfigDict(strict=True, extra="forbid")
@@ -69,12 +69,15 @@ COLUMNS = {
 PREFIX_TOKENS = "prefix_tokens"
 """The column per unit, of integers, that declares how many tokens its samples begin with in common."""
 JUDGEMENTS = {
-    PREFIX_TOKENS: Column("int32", "unit", "tokens that a pair begins with in common"),
+    PREFIX_TOKENS: Column("int32", "unit", "tokens that the answers begin with in common"),
     "margin": Column("float32", "unit", "by how much a pair's first answer is better"),
     "label": Column("int8", "sample", "1: an answer to be learnt, 0: one to avoid"),
     "class": Column("int32", "sample", "the number of a text's label among those of the set, from 0"),
+    ADVANTAGE: Column("float32", "token", "advantage of a sampled token, 0 elsewhere"),
+    SAMPLER_LOGPROB: Column("float32", "token", "log-probability of a sampled token as it was drawn, 0 elsewhere"),
+    REWARD: Column("float32", "sample", "total reward of an answer"),
 }
-"""Columns that rows of compared or labelled answers, and labelled texts, fill."""
+"""Columns that rows of compared, labelled or sampled answers, and labelled texts, fill."""
 PICTURES = {
     "num_pictures": Column("int32", "sample", "pictures of a sample"),
     "picture_heights": Column("int32", "picture", "rows of pixels, as the picture is shown"),

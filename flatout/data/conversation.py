@@ -89,6 +89,8 @@ class Conversation:
     tools: tuple[Mapping[str, Any], ...] = ()
     template_args: Mapping[str, Any] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
+    is_prompt: bool = False
+    """Whether it ends where the model answers, and has nothing to learn."""
 
     @property
     def pictures(self) -> tuple[PictureSource, ...]:
@@ -128,11 +130,11 @@ class PreferenceRow:
     """Answers to one prompt that are compared, or one answer with a label; only the answers' turns carry loss.
 
     `units` are indices into `answers`: the better and the worse answer of each pair, or a labelled answer alone. A text
-    for classification is the only answer of its row, with its class.
-    `columns` has a value for each unit.
+    for classification is the only answer of its row, with its class, and sampled answers, as tokens, are one unit.
+    `columns` has the values of its units, samples or tokens, as a column is per.
     """
 
-    answers: tuple[Conversation | PlainText, ...]
+    answers: tuple[Conversation | PlainText | TokenRow, ...]
     units: tuple[tuple[int, ...], ...]
     origin: Origin
     columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)

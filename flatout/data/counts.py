@@ -13,6 +13,8 @@ Fate = Literal["kept", "truncated", "split", "too_long", "no_labels", "lost_labe
 """What became of a row; `bad` and `equal_rows` are told by what read it, not by its tokens."""
 LISTED = (*LOSING, "no_labels", "typed_control", "equal_rows")
 """What happened to rows that report.json lists by file and row."""
+UNITS = ("pairs", "labelled", "groups")
+"""Counts of units, of which a set of compared, labelled or sampled answers has one."""
 
 
 class Count(NamedTuple):

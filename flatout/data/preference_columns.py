@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flatout.config.objective import UNDESIRABLE
+from flatout.config.objective import REWARD, UNDESIRABLE
 from flatout.data.columns import PREFIX_TOKENS, Column
 from flatout.data.rows.formats.answers import CLASS
 from flatout.data.token_store import TokenStore
@@ -64,6 +64,10 @@ def unit_notes(counts: Mapping[str, int]) -> Iterator[str]:
         lost = counts["lost_pairs"]
         fell = f"; {lost:,} fell out, as one of their answers is too long or has no label" if lost else ""
         yield f"{counts['pairs']:,} pairs of {counts['conversations']:,} rows, a unit each{fell}"
+    if counts["groups"] or counts["lost_groups"]:
+        lost = counts["lost_groups"]
+        fell = f"; {lost:,} fell out, as one of their answers is too long or has no sampled token" if lost else ""
+        yield f"{counts['groups']:,} groups of {counts['samples']:,} sampled answers, a unit each{fell}"
     if counts["classified"]:
         yield f"{counts['classified']:,} texts with a label"
     if counts["labelled"]:
@@ -99,6 +103,13 @@ def unit_lines(store: TokenStore) -> Iterator[str]:
         yield f"chosen minus rejected, in label tokens: mean {ahead.mean():+.1f}  {_spread(ahead)}"
         common = np.asarray(store.extra[PREFIX_TOKENS], np.int64)
         yield f"tokens that a pair has in common before its labels: {2 * common.sum() / store.lengths.sum():.1%} of all"
+    if REWARD in store.extra:
+        units = np.arange(store.num_samples + 1) if store.unit_offsets is None else store.unit_offsets
+        rewards = np.asarray(store.extra[REWARD])
+        ends = [reduce.reduceat(rewards, units[:-1]) for reduce in (np.minimum, np.maximum)]
+        equal, sizes = int((ends[0] == ends[1]).sum()), np.diff(units)
+        yield f"groups {len(sizes):,}: {sizes.mean():.1f} answers each; rewards are equal in {equal / len(sizes):.1%}"
+        yield f"rewards: mean {rewards.mean():.3g}  {_spread(rewards)}"
     if "margin" in store.extra:
         yield f"margins: mean {np.mean(store.extra['margin']):.3g}  {_spread(store.extra['margin'])}"
     if labels := store.meta.labels:

@@ -16,6 +16,7 @@ from flatout.data.preference_columns import alike_labels, listed
 from flatout.data.rows.formats.answers import CLASS, CLASSIFY, JUDGED, label_of
 from flatout.data.rows.formats.fields import FieldError, Row
 from flatout.data.rows.formats.parser import RowParser, make_parser
+from flatout.data.rows.formats.prompts import PROMPTED
 from flatout.data.rows.read import RawRow
 from flatout.data.rows.sources import RowSource
 from flatout.errors import DataError, Fix
@@ -45,6 +46,16 @@ def choose_parser(name: str, config: SourceConfig, rows: Iterator[RawRow]) -> tu
     raise problem
 
 
+def refuse_prompts(name: str, parser: RowParser) -> None:
+    """Raise DataError for rows that are prompts alone, of which nothing can be learnt."""
+    if parser.format == PROMPTED:
+        raise DataError(
+            f"{name} has prompts rows, whose answers a run samples; this one needs answers to learn from: give rows "
+            "that have them, with another format",
+            [Fix({"objective": "grpo"}, "samples answers, and learns by rollout.rewards")],
+        )
+
+
 def own_columns(config: DataConfig, readers: Readers, log: Callable[[str], None]) -> dict[str, Column]:
     """Return the columns that the rows of all sources fill.
 
@@ -58,7 +69,8 @@ def own_columns(config: DataConfig, readers: Readers, log: Callable[[str], None]
             f"{one.name} has {first.format} rows and {other.name} {second.format} rows, which no objective takes "
             "together; build them as two data sets"
         )
-    _, parser = readers[0]
+    source, parser = readers[0]
+    refuse_prompts(source.name, parser)
     if parser.format == CLASSIFY:
         if config.too_long == "split":
             fixes = [Fix({"data.too_long": "truncate"}, "cuts them"), Fix({"data.too_long": "drop"}, "leaves them out")]

@@ -48,7 +48,8 @@ def statistics_lines(store: TokenStore) -> list[str]:
         low, high, count = (1 << power) // 2 + 1, 1 << power, int(numbers[power])
         bar = "█" * round(_BAR_WIDTH * count / int(numbers.max()))
         lines.append(f"{low:>7}-{high:<7} {count:>9,} {bar}")
-    lines += [f"{how.label}: {counts.get(name, 0):,}" for name, how in COUNTS.items() if how.label]
+    fates = COUNTS.items() if counts else ()
+    lines += [f"{how.label}: {counts.get(name, 0):,}" for name, how in fates if how.label]
     lines += _shares(store)
     wrapped = textwrap.TextWrapper(_WIDTH, subsequent_indent="  ")
     return [part for line in lines for part in (wrapped.wrap(line) if len(line) > _WIDTH else [line])]
@@ -69,7 +70,7 @@ def _about_turns(store: TokenStore, num_prompt: int, num_labels: int) -> Iterato
 def _lost(store: TokenStore) -> Iterator[str]:
     """Tell what the length policy lost, and the rows' lengths before it."""
     counts, limit = store.meta.counts, store.meta.settings.get("max_tokens")
-    if (path := store.folder / "report.json").exists():
+    if counts and (path := store.folder / "report.json").exists():
         try:
             spread = read_json(path, DataError)["length_percentiles"]
             yield "rows before the cut: " + "  ".join(f"{part} {tokens}" for part, tokens in spread.items())

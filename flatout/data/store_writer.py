@@ -33,6 +33,7 @@ from flatout.data.columns import (
 )
 from flatout.data.pictures.files import PICTURE_FILES, Files, PictureFiles, picture_hashes
 from flatout.data.token_store import MANIFEST, VERSION, StoreManifest, StoreMeta, replaced_dir
+from flatout.data.tokenizer import tokenizer_facts
 from flatout.data.workers import Chunk, TokenizedChunk
 from flatout.errors import DataError, ResourceError
 from flatout.io.durable_io import DurableIO
@@ -258,8 +259,14 @@ class StoreWriter:
         hashes.sort()
         return int(np.count_nonzero(hashes[1:] != hashes[:-1])) + bool(len(hashes))
 
-    def finish(self, meta: StoreMeta, report: Mapping[str, Any], picture_files: Files | None = None) -> None:
-        """Write headers, report and manifest, and fsync everything. The folder can then be renamed."""
+    def finish(
+        self, meta: StoreMeta, report: Mapping[str, Any] = MappingProxyType({}), picture_files: Files | None = None
+    ) -> None:
+        """Write headers, report and manifest, and fsync everything. The folder can then be renamed.
+
+        What `meta` leaves empty is filled: the tokenizer's digest and size, the largest id, and a fingerprint of the
+        content. Raises DataError for a tokenizer that cannot be loaded.
+        """
         if self._counts or not self.shards:
             self.close_shard([])
         gone = PICTURES.keys() & self._files.keys() if not sum(shard.num_pictures for shard in self.shards) else ()
@@ -275,7 +282,14 @@ class StoreWriter:
             for name, file in self._files.items()
             if name not in gone
         }
-        self._durable_io.write_json(self._folder / "report.json", report)
+        if not meta.tokenizer_digest:
+            facts = tokenizer_facts(meta.tokenizer)
+            meta = replace(meta, tokenizer_digest=facts.digest, vocabulary_size=facts.num_tokens)
+        if not meta.fingerprint:
+            content = " ".join(column.fingerprint for _, column in sorted(columns.items()))
+            mark = xxhash.xxh3_128_hexdigest(f"{meta.tokenizer_digest} {content}".encode())
+            meta = replace(meta, fingerprint=mark, max_token_id=self.max_token_id, files=meta.files or (meta.name,))
+        self._durable_io.write_json(self._folder / "report.json", dict(report))
         if picture_files:
             self._durable_io.write_json(self._folder / PICTURE_FILES, picture_files)
         self._durable_io.write_json(self._folder / MANIFEST, asdict(StoreManifest(VERSION, meta, columns, shards)))

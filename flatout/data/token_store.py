@@ -36,7 +36,7 @@ _REPLACED_WITHIN_S, _LOOK_S = 5.0, 0.01
 MASK_RULES = 2
 """Version of the rules by which conversations become text and ranges with loss; raised when a row may get others."""
 _FILLED_BY = {
-    "advantage": "it is of answers that a model has sampled and that got a reward (docs/policy-losses.md)",
+    "advantage": "give answers that a model has sampled, with rewards: rows of format=rollouts (docs/data.md)",
     "label": "write rows with prompt, completion and label (true or false)",
     "class": "build it from rows with format=classify",
     "margin": "build it from pairs that all have a margin or scores",
@@ -58,15 +58,17 @@ class StoreMeta:
     and `stop_tokens` are what stops one. `settings` are the `data` settings that decide tokens. `mask_rules` is the
     version of the rules that chose what carries loss in conversations; 0 without any. `labels` are those that the
     column `class` numbers. `processor` identifies the image processor of a set with pictures.
+
+    Who writes a store of their own gives `name` and `tokenizer`: the writer adds what it knows.
     """
 
     name: str
-    fingerprint: str
-    tokenizer: str
-    tokenizer_digest: str
-    template: str
-    template_text: str
-    vocabulary_size: Annotated[int, Field(ge=0)]
+    fingerprint: str = ""
+    tokenizer: str = ""
+    tokenizer_digest: str = ""
+    template: str = ""
+    template_text: str = ""
+    vocabulary_size: Annotated[int, Field(ge=0)] = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
@@ -77,6 +79,12 @@ class StoreMeta:
     mask_rules: Annotated[int, Field(ge=0)] = 0
     labels: tuple[str, ...] = ()
     processor: str = ""
+
+    @property
+    def limits(self) -> str:
+        """What carries loss and the longest sample, for people; empty for a store that was not built from rows."""
+        known = self.settings.get
+        return f"loss on {known('loss_type')}; max_tokens {known('max_tokens')}; " if self.settings else ""
 
     @property
     def stop_tokens(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
+from itertools import compress
 from operator import or_
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from flatout.config.data import DataConfig
 from flatout.data.columns import PREFIX_TOKENS
-from flatout.data.conversation import PICTURE, Conversation, ParsedRow, PlainText, PreferenceRow, is_empty
+from flatout.data.conversation import PICTURE, Conversation, ParsedRow, PlainText, PreferenceRow, TokenRow, is_empty
 from flatout.data.counts import LOSING, NOTHING, Fate, Outcome, Size
 from flatout.data.encode import Encoder, TokenizedText, UnencodableError
 from flatout.data.loss_mask.mask import MaskedText, Masker, complement
@@ -26,9 +27,9 @@ from flatout.data.markup import noticed
 from flatout.data.pictures.processor import Picture, PictureProcessor, expanded
 from flatout.data.rows.formats.answers import CLASS
 from flatout.data.templates.description import EARLIER, Problem, TemplateDescription
-from flatout.data.templates.template import ChatTemplate, choose_template, reads
+from flatout.data.templates.template import RENDER_ERRORS, ChatTemplate, choose_template, reads
 from flatout.data.tokenizer import begins_with_bos, control_pattern, load_tokenizer
-from flatout.errors import DataError, Fix
+from flatout.errors import DataError, Fix, reason_of
 from flatout.io.template_limits import bounded
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class TokenizedSample:
     unit_sizes: tuple[int, ...]
     """Samples of each unit; they add up to the number of pieces."""
     columns: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """A value for each unit, by column."""
+    """The values of each column, one after the other: of units, samples or tokens, as the column is per."""
 
 
 class SampleTokenizer:
@@ -179,12 +180,21 @@ class SampleTokenizer:
             return [self._one_text(answer) for answer in sample.answers if isinstance(answer, Conversation)]
         if not isinstance(sample, Conversation):
             return ()
+        if self.continues(sample):
+            return [MaskedText("".join(message.content for message in sample.messages), (), (), ())]
         if self.joins_texts:
             return [self._as_it_stands(sample)]
         with bounded(f"{sample.origin}: chat template {self.masker.template.name!r}"):
             has_own = sample.template_args or sample.pictures
             masker = self._masker_for(sample) if has_own else self.masker
+            if sample.is_prompt:
+                return [MaskedText(_rendered(masker.template, sample), (), (), ())]
             return masked_samples(masker, sample, self._settings.lost_reasoning)
+
+    def continues(self, sample: Conversation) -> bool:
+        """Whether a prompt is a text that the model continues, as no template is applied."""
+        is_text = self.options.template_source is None and len(sample.messages) == 1
+        return sample.is_prompt and (is_text or self.joins_texts)
 
     def _as_it_stands(self, sample: Conversation) -> MaskedText:
         """Join the texts of a chat whose markers are read as tokens; bos and eos are those that a document gets."""
@@ -237,6 +247,9 @@ class SampleTokenizer:
                 return self._fit(text, counts, is_document=not (sample.prompt or sample.silent))
         except UnencodableError as error:
             raise DataError(f"{sample.origin}: {error}") from None
+        return self._tokens(sample)
+
+    def _tokens(self, sample: TokenRow, *, is_whole: bool = False) -> TokenizedSample:
         ids, labels = sample.token_ids, sample.loss_mask
         if len(ids) != len(labels):
             raise DataError(
@@ -248,7 +261,7 @@ class SampleTokenizer:
                 f"{sample.origin}: token id {ids[bad]} at position {bad} is outside 0..{self.num_ids - 1} "
                 f"of tokenizer {self.options.tokenizer_name!r}; the row comes from a different tokenizer"
             )
-        return self._fit(TokenizedText(np.array(ids, np.int32), np.array(labels, np.bool_)))
+        return self._fit(TokenizedText(np.array(ids, np.int32), np.array(labels, np.bool_)), is_whole=is_whole)
 
     def _preference(self, row: PreferenceRow, texts: Sequence[MaskedText]) -> TokenizedSample:
         """Tokenize each answer once, and put whole units together: one with an answer that is left out is left out."""
@@ -256,6 +269,8 @@ class SampleTokenizer:
             raise DataError(f"{row.origin}: has pictures, and answers are compared on texts only; remove the row")
         if CLASS in row.columns:
             return self._classified(row, texts)
+        if sampled := [self._tokens(answer, is_whole=True) for answer in row.answers if isinstance(answer, TokenRow)]:
+            return _joined_units(row, sampled)
         pairs = zip(row.answers, texts, strict=True)
         answers = [
             self._conversation(answer, [text], is_whole=True) for answer, text in pairs
@@ -272,6 +287,7 @@ class SampleTokenizer:
         if isinstance(sample, PlainText):
             whole, counts = self._document(sample)
         else:
+            assert isinstance(sample, Conversation)
             whole = self.encoder.encode(texts[0].text, (), texts[0].typed)
             counts = noticed(sample, texts[0].text, self._control)
             counts["typed_control_tokens"] = len(texts[0].typed)
@@ -316,8 +332,12 @@ class SampleTokenizer:
             seen = pictures[: masked.text.count(PICTURE)]
             shown = expanded(masked, [picture.standing.text for picture in seen]) if seen else masked
             text = replace(self.encoder.encode(shown.text, shown.spans, shown.typed), pictures=seen)
-            own = counts if len(texts) == 1 else {}
-            done.append(self._fit(text, {"typed_control_tokens": len(masked.typed), **own}, is_whole=is_whole))
+            if self._bos and self.continues(sample):
+                ids = np.concatenate([np.array(self._bos, np.int32), text.token_ids])
+                text = replace(text, token_ids=ids, loss_mask=np.zeros(len(ids), np.bool_))
+            own, asks = counts if len(texts) == 1 else {}, sample.is_prompt
+            own = {"typed_control_tokens": len(masked.typed), **own}
+            done.append(self._fit(text, own, is_whole=is_whole or asks, is_prompt=asks))
         return done[0] if len(done) == 1 else _joined(done, counts)
 
     def _document(self, sample: PlainText) -> tuple[TokenizedText, dict[str, int]]:
@@ -351,6 +371,7 @@ class SampleTokenizer:
         *,
         is_document: bool = False,
         is_whole: bool = False,
+        is_prompt: bool = False,
     ) -> TokenizedSample:
         """Apply the length policy; `counts` are what was noticed before."""
         length, limit, policy = len(text.token_ids), self._settings.max_tokens, self._settings.too_long
@@ -361,7 +382,7 @@ class SampleTokenizer:
         num_labels = int(np.count_nonzero(text.loss_mask[1:]))
         fate: Fate = "kept"
         windows: list[TokenizedText] = []
-        if not num_labels:
+        if not num_labels and not is_prompt:
             fate = "no_labels"
         elif limit is not None and length > limit and policy in ("error", "drop"):
             fate = "too_long"
@@ -373,13 +394,23 @@ class SampleTokenizer:
                 windows.append(TokenizedText(text.token_ids[start : start + window], loss_mask, text.pictures))
             if length > window:
                 fate = "truncated" if policy == "truncate" else "split"
-        pieces = tuple(window for window in windows if window.loss_mask.any())
+        pieces = tuple(window for window in windows if is_prompt or window.loss_mask.any())
         if windows and not pieces:
             fate = "lost_labels"
         size = Size(length, num_labels)
         lost = _without(size, pieces) if fate in LOSING else NOTHING
         seen = Counter(counts) + Counter(windows_without_labels=len(windows) - len(pieces))
         return TokenizedSample(pieces, Outcome(fate, length, size, lost, seen), (1,) * len(pieces))
+
+
+def _rendered(template: ChatTemplate, sample: Conversation) -> str:
+    """Return a prompt with what the template writes before an answer. Raises DataError."""
+    try:
+        return template.render(template.raw_messages(sample.messages), sample.tools, generation_prompt=True)
+    except RENDER_ERRORS as error:
+        raise DataError(
+            f"{sample.origin}: chat template {template.name!r} cannot render it: {reason_of(error)}"
+        ) from error
 
 
 def _without(size: Size, pieces: Sequence[TokenizedText]) -> Size:
@@ -411,20 +442,23 @@ def _joined_units(row: PreferenceRow, answers: Sequence[TokenizedSample]) -> Tok
     are_whole = [all(answers[place].pieces for place in unit) for unit in row.units]
     units = [unit for unit, is_whole in zip(row.units, are_whole, strict=True) if is_whole]
     texts = [[answers[place].pieces[0] for place in unit] for unit in units]
-    if any(len(unit) > 1 and np.array_equal(unit[0].token_ids, unit[1].token_ids) for unit in texts):
+    is_group = isinstance(row.answers[0], TokenRow)
+    if not is_group and any(len(unit) > 1 and np.array_equal(unit[0].token_ids, unit[1].token_ids) for unit in texts):
         raise DataError(f"{row.origin}: two answers are the same tokens, so neither is better; remove the row")
     pieces = tuple(text for unit in texts for text in unit)
     columns: dict[str, Sequence[float]] = {
-        name: [value for value, is_whole in zip(values, are_whole, strict=True) if is_whole]
+        # a group is one unit, with values for each of its samples and tokens
+        name: list(values) if is_group and units else list(compress(values, are_whole))
         for name, values in row.columns.items()
     }
     # an answer counts in each unit that has it, but what is found in the prompt, each answer of the row has
     asked = [answers[place].outcome for unit in row.units for place in unit]
     seen = reduce(or_, (answer.outcome.noticed for answer in answers))
     seen["typed_control_tokens"] = sum(outcome.noticed["typed_control_tokens"] for outcome in asked)
-    if len(row.units[0]) > 1:
+    if is_group or len(row.units[0]) > 1:
         columns[PREFIX_TOKENS] = [_prefix_tokens(unit) for unit in texts]
-        seen.update(pairs=len(units), lost_pairs=len(row.units) - len(units))
+        what = "groups" if is_group else "pairs"
+        seen.update({what: len(units), f"lost_{what}": len(row.units) - len(units)})
     else:
         seen.update(labelled=len(units), labelled_good=int(sum(columns.get("label", ()))))
     left_out = {answers[place].outcome.fate for unit in row.units for place in unit if unit not in units}

@@ -84,7 +84,7 @@ class TokenizedChunk:
     unit_sizes: NDArray[np.int64]
     """Samples of each unit, which is of one row."""
     columns: Mapping[str, NDArray[Any]]
-    """A value for each unit, by column."""
+    """The values of each column of JUDGEMENTS: one for each of its units, samples or tokens."""
     pictures: Sequence[tuple[Picture, ...]] = ()
     """The pictures of each sample; () if none has any."""
     keys: Sequence[int] = ()
@@ -98,6 +98,7 @@ class TokenizedChunk:
         """Return the samples of these rows (rows,) alone, with their units and columns; the rest stays as it is."""
         samples = is_taken[self.sample_row]
         units, tokens = samples[np.cumsum(self.unit_sizes) - self.unit_sizes], np.repeat(samples, self.lengths)
+        per = {"unit": units, "sample": samples, "token": tokens}
         return replace(
             self,
             token_ids=self.token_ids[tokens],
@@ -105,7 +106,7 @@ class TokenizedChunk:
             lengths=self.lengths[samples],
             sample_row=self.sample_row[samples],
             unit_sizes=self.unit_sizes[units],
-            columns={name: values[units] for name, values in self.columns.items()},
+            columns={name: values[per[JUDGEMENTS[name].per]] for name, values in self.columns.items()},
             pictures=[own for own, is_kept in zip(self.pictures, samples, strict=False) if is_kept],
         )
 
@@ -148,7 +149,8 @@ def tokenize_chunk(chunk: Chunk, tokenizer: SampleTokenizer) -> TokenizedChunk:
         first = sample.answers[0] if isinstance(sample, PreferenceRow) else sample
         if isinstance(first, Conversation):
             outcomes[index].noticed["conversations"] = 1
-            _ = tokenizer.masker  # raises here if there is no template: an error of the whole set, not of this row
+            if not tokenizer.continues(first):
+                _ = tokenizer.masker  # raises here if there is no template: an error of the whole set
         try:
             samples.append((index, sample, tokenizer.masked(sample)))
         except TemplateLimitError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,10 +11,12 @@ from numpy.typing import NDArray
 from torch.cuda import device_count
 
 from flatout.checkpoint.write import data_of
-from flatout.config.objective import ADVANTAGE, REFERENCE, UNDESIRABLE, ObjectiveConfig, ReferenceConfig
+from flatout.config.objective import ADVANTAGE, REFERENCE, REWARD, UNDESIRABLE, ObjectiveConfig, ReferenceConfig
 from flatout.config.optim import lr_of
 from flatout.config.schema import Config, DataConfig
 from flatout.data.build import open_or_build
+from flatout.data.columns import Column
+from flatout.data.counts import UNITS
 from flatout.data.preference_columns import alike_labels, in_order_of, with_undesirable
 from flatout.data.reference_column import with_reference
 from flatout.data.rollout_columns import with_rollout_columns
@@ -26,12 +29,14 @@ from flatout.models.arch_quirks import whole_document_problem
 from flatout.models.load.inference import saved_scoring
 from flatout.models.scoring import ONE_SCORE, SCORE, Scoring, check_labels
 from flatout.objectives.load import load_objective
+from flatout.objectives.policy import Policy
 from flatout.objectives.preference import Preference
 from flatout.objectives.protocol import Objective
 from flatout.parallel.rank import Rank
 from flatout.planner.settings import PlanSettings
 from flatout.planner.shape import ModelShape, check_expert_ranks, check_positions
 from flatout.planner.steps.training_plan import split_held_out
+from flatout.rollout.advantages import make_advantages
 from flatout.track.callback import Reporter
 from flatout.trainer.model_shape import read_shape, read_text_config
 from flatout.trainer.picture_inputs import with_pictures
@@ -238,10 +243,24 @@ def open_tokens(data: DataConfig, config: Config, reporter: Reporter, objective:
     )
     store = with_reference(store) if REFERENCE in objective.columns else store
     store = with_undesirable(store) if UNDESIRABLE in objective.columns else store
+    store = with_advantages(store, objective, reporter)
     store.require_columns(objective.columns, who := f"objective {objective.name}")
     store = with_rollout_columns(store) if ADVANTAGE in objective.columns else store
     store.require_columns(objective.needed_columns, who)
     return store
+
+
+def with_advantages(store: TokenStore, objective: Objective, reporter: Reporter) -> TokenStore:
+    """Return a store of rewards without advantages with those that a policy loss makes of them, in memory."""
+    if not isinstance(objective, Policy) or ADVANTAGE in store.extra or REWARD not in store.extra:
+        return store
+    units = np.arange(store.num_samples + 1) if store.unit_offsets is None else store.unit_offsets
+    made = make_advantages(np.asarray(store.extra[REWARD], np.float64), np.diff(units), objective.advantage)
+    said = f"{len(units) - 1:,} groups, compared as objective.advantage={objective.advantage}"
+    reporter.stage("advantages", f"{said}; {made.num_dropped:,} have equal rewards, from which nothing is learnt")
+    column = Column("float32", "token", f"{objective.advantage} of {REWARD}", store.columns[REWARD].fingerprint)
+    values = np.repeat(made.values.astype(np.float32), store.lengths)
+    return replace(store, columns={**store.columns, ADVANTAGE: column}, extra={**store.extra, ADVANTAGE: values})
 
 
 def open_eval_stores(
@@ -262,7 +281,7 @@ def hold_out_samples(store: TokenStore, config: Config, reporter: Reporter) -> S
         return SplitStore(store, None, None)
     facts = store.row_keys, config.eval.fraction, config.seed, store.hashes, store.unit_offsets
     reporter.phase("looking for equal prompts")
-    prompts, is_judged = prompt_keys(store), bool(store.meta.counts.get("pairs") or store.meta.counts.get("labelled"))
+    prompts, is_judged = prompt_keys(store), any(map(store.meta.counts.get, UNITS))
     by_prompt = config.eval.split_by == "prompt" or (config.eval.split_by == "auto" and is_judged)
     train_ids, eval_ids = split_held_out(*facts, prompts if by_prompt else None)
     if by_prompt:

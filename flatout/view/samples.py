@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter
 
+from flatout.config.objective import REWARD
 from flatout.config.schema import BatchConfig
 from flatout.data.counts import COUNTS
 from flatout.data.pictures.show import picture_lines, thumbnails
@@ -59,8 +60,8 @@ def overview(store: TokenStore) -> str:
     """Return how a store was built, its headline figures and warnings."""
     meta, lengths, num_labels = store.meta, store.lengths, int(store.num_label_tokens.sum())
     template = f"template {meta.template or 'none'}, end of turn {meta.end_of_turn or 'none'!r}"
-    limits = f"loss on {meta.settings.get('loss_type')}, max_tokens {meta.settings.get('max_tokens')}"
-    lead = " · ".join((", ".join(meta.sources), f"tokenizer {meta.tokenizer}", template, limits))
+    parts = (", ".join(meta.sources), f"tokenizer {meta.tokenizer}", template, meta.limits.removesuffix("; "))
+    lead = " · ".join(filter(None, parts))
     num_tokens, half, most = int(lengths.sum()), int(np.median(lengths)), int(lengths.max())
     percentile = int(np.percentile(lengths, 95, method="higher"))
     figures = [
@@ -102,6 +103,8 @@ def sample_list(store: TokenStore, decode: Decode, first: int, count: int) -> st
 
 
 def _read_report(store: TokenStore) -> _Report:
+    if not store.meta.counts:  # not built from rows
+        return _Report((), {})
     path = store.folder / "report.json"
     try:
         return validated(_REPORT, read_json(path, DataError), str(path), DataError)
@@ -118,8 +121,7 @@ def _sample(store: TokenStore, index: int, decode: Decode, report: _Report) -> t
     ]
     if store.meta.counts.get("pairs"):
         fates.insert(0, ("chosen", "rejected")[index % 2])
-    if store.meta.counts.get("labelled"):
-        fates.insert(0, f"label {int(store.extra['label'][index])}")
+    fates[:0] = [f"{name} {store.extra[name][index]:g}" for name in ("label", REWARD) if name in store.extra]
     runs = np.split(np.arange(len(token_ids)), np.flatnonzero(np.diff(loss_mask)) + 1)
     pieces = [(decode(token_ids[run].tolist()), bool(loss_mask[run[0]])) for run in runs]
     turns = [_turn(turn) for turn in split_turns(pieces, store.meta.end_of_turn)]

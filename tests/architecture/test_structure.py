@@ -22,7 +22,6 @@ PACKAGE = ROOT / "flatout"
 
 # definitions that only tests use today, and the room that deletes or uses them
 KNOWN_UNUSED = {"flatout/data/rows/remote.py: _fetch_range": "fsspec calls it"}
-KNOWN_UNUSED |= dict.fromkeys(("flatout/rollout/advantages.py: make_advantages",), "the round collects by it")
 # names of our own making, and the field's word in their place
 WORDS = {
     "JoinedLora": "FusedLora", "join_layers": "fuse_layers", "turned_weights": "transposed_weights",
@@ -70,7 +69,7 @@ MAX_PACKAGE_LINES = {
     "cli": 2_500,
     "compat": 500,
     "config": 3_500,
-    "data": 11_000,
+    "data": 11_500,
     "demo": 1_000,
     "doctor": 500,
     "environment": 500,

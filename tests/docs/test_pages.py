@@ -57,6 +57,8 @@ def world(tmp_path_factory):
         {"prompt": one["prompt"], "completion": one["chosen"], "label": k % 2 == 0} for k, one in enumerate(pairs)
     ]
     (folder / "judged.jsonl").write_text("".join(json.dumps(row) + "\n" for row in judged))
+    answers = [{"token_ids": [20 + k, 9], "logprobs": [-1, -1], "reward": k} for k in range(2)]
+    (folder / "rollouts.jsonl").write_text((json.dumps({"prompt_ids": [5, 6], "answers": answers}) + "\n") * 24)
     values = {**base, "data": {"sources": [{"path": str(folder / "chats.jsonl")}]}, "name": "pretrained"}
     (folder / "full.yaml").write_text(yaml.safe_dump({**values, "method": "full", "run_dir": str(folder / "made")}))
     assert main(["train", str(folder / "full.yaml"), "batch.max_steps=1"]) == 0

@@ -21,6 +21,10 @@ from PIL import Image
 from flatout.api.inputs import data_file
 from flatout.config.schema import DataConfig
 from flatout.data.build import open_or_build
+from flatout.data.conversation import PICTURE
+from flatout.data.pictures.processor import PictureProcessor
+from flatout.data.prompts import read_prompts
+from flatout.data.templates.template import ChatTemplate, template_text
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import load_tokenizer
 from flatout.errors import DataError, UsageError
@@ -388,3 +392,31 @@ def test_the_example_learns_from_images_in_memory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     example = Path(__file__).parents[3] / "examples" / "pictures_in_memory.py"
     assert runpy.run_path(str(example))["main"]("model") == ["It is red.", "It is green.", "It is blue."]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"prompt": MARKED, "images": [PATH], "answer": "a red square"},
+        {"problem": "what is shown?", "image": PATH, "answer": "a red square"},
+        {"prompt": [{"type": "image", "path": PATH}, ASKED], "answer": "a red square"},
+    ],
+    ids=["mark", "column", "parts"],
+)
+def test_a_prompt_has_its_pictures_until_their_files_change(readers, tmp_path, asked):
+    (tmp_path / PATH).write_bytes(CONTENT)
+    (tmp_path / "rows.jsonl").write_text(json.dumps(asked) + "\n")
+    folder = readers("qwen2_5_vl")
+    prompts = read_prompts(DataConfig(sources=[{"path": str(tmp_path / "rows.jsonl")}]), str(folder))
+    tokenizer = load_tokenizer(str(folder))
+    template = ChatTemplate.checked(*template_text(tokenizer, None, "own"), tokenizer)
+    turns = [{"role": "user", "content": f"{PICTURE}what is shown?"}]
+    text = PictureProcessor(str(folder), tokenizer).rendered_prompt(template, turns, [CONTENT])
+    prompt = prompts[0]
+    assert list(prompt.token_ids) == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert prompt.pictures == (CONTENT,)
+    assert prompt.messages == ({"role": "user", "content": MARKED},)
+    assert {"images", "image"}.isdisjoint(prompt.row)
+    (tmp_path / PATH).write_bytes(OTHER)
+    with pytest.raises(DataError, match="a file of its pictures has changed"):
+        prompts[0]

@@ -22,6 +22,7 @@ from flatout.data.rows.formats.pictures import (
     media_error,
     media_kind,
 )
+from flatout.data.rows.formats.prompts import PROMPTED
 from flatout.data.rows.formats.rules import ALL_COLUMNS, RULES
 from flatout.data.rows.formats.verdict import bad_verdict, two_answers
 from flatout.errors import DataError, Fix, as_text
@@ -70,7 +71,7 @@ class ColumnsError(DataError):
 
 def refusal(row: Row, format_name: str | None = None) -> FieldError | None:
     """Return why a row must not be trained on as it is; `format_name` is None while the format is not known."""
-    is_judged = format_name in (*JUDGED, CLASSIFY)
+    is_judged = format_name in (*JUDGED, CLASSIFY, PROMPTED)
     if not is_judged and (why := _as_preference(row)):
         return why
     if not is_judged and format_name != "segments" and (verdict := bad_verdict(row)):
@@ -100,7 +101,7 @@ def _as_preference(row: Row) -> FieldError | None:
 
 def _as_silent(row: Row, format_name: str | None) -> FieldError | None:
     settled = {*row.options.keys, *row.options.columns.values()}
-    for name, value in row.columns.items() if format_name != "tokens" else ():
+    for name, value in row.columns.items() if format_name not in ("tokens", PROMPTED) else ():
         silent = _SILENT.get(name, ())
         if name not in settled and isinstance(value, bool | int | float | str) and value in silent:
             other = "true" if False in silent else "false"

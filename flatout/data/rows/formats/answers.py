@@ -23,15 +23,15 @@ from flatout.data.rows.formats.conversations import (
     spoken_turns,
     turns_at,
 )
-from flatout.data.rows.formats.fields import FieldError, Row, Uses, kind, list_at, only
+from flatout.data.rows.formats.fields import FieldError, Row, Uses, kind, list_at, number_at, only
 from flatout.data.rows.formats.plain import parse_text
 from flatout.data.rows.formats.verdict import better_column, better_of, says_good, two_answers
 from flatout.errors import Fix
 
 PREFERENCES = ("preference", "reward", "ranked", "choice")
 """Formats whose rows become pairs of answers."""
-JUDGED = (*PREFERENCES, "kto")
-"""Formats whose rows say which answer is good; these have a chat template, and columns of their own in the store."""
+JUDGED = (*PREFERENCES, "kto", "rollouts")
+"""Formats whose rows say which answer is good; these stay whole, and have columns of their own in the store."""
 CLASSIFY, CLASS = "classify", "class"
 """The format of labelled texts, and the column of the store that it fills."""
 # the answer to avoid beside a chat that ends with the other one, as ms-swift has it: the last turn, or the whole chat
@@ -242,9 +242,9 @@ def _answer(row: Row, place: str, said: object, *, follows: bool) -> TurnReader:
     return turns
 
 
-def prompt_of(row: Row) -> TurnReader | None:
-    """Read the prompt of a row, None if it has none."""
-    name = row.first(PROMPTS)
+def prompt_of(row: Row, columns: Sequence[str] = PROMPTS) -> TurnReader | None:
+    """Read the prompt of a row, the first of these columns, None if it has none."""
+    name = row.first(columns)
     if name is None:
         return None
     turns = TurnReader(row.options)
@@ -307,7 +307,7 @@ def _margin_columns(row: Row) -> tuple[str, ...]:
 
 def _margin(row: Row) -> dict[str, tuple[float]]:
     names = _margin_columns(row)
-    numbers = [_number(row.columns[name], name) for name in names]
+    numbers = [number_at(row.columns[name], name) for name in names]
     if not numbers:
         return {}
     margin = numbers[0] - sum(numbers[1:])
@@ -332,7 +332,7 @@ def _values(row: Row, items: Sequence[object], column: str) -> tuple[list[float]
                 f"{column}[{given.index(None)}] has no {key or 'score and no rank'}; each answer needs one"
             )
         places = [f"{column}[{place}].{key}" for place in range(len(items))]
-    numbers = map(_number, given, places)
+    numbers = map(number_at, given, places)
     return [number if are_scores else -number for number in numbers], are_scores
 
 
@@ -354,13 +354,3 @@ def _text_of(item: object) -> object:
     if isinstance(item, dict) and not {"role", "from"} & item.keys():
         return next((item[key] for key in _TEXTS if item.get(key) is not None), None)
     return item
-
-
-def _number(value: object, place: str) -> float:
-    try:
-        number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
-    except (ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number) or abs(number) > 1e30:
-        raise FieldError(f"{place} is {kind(value)}, not a finite number")
-    return number

@@ -169,6 +169,17 @@ def flag_at(value: object, place: str) -> bool:
     return bool(value)
 
 
+def number_at(value: object, place: str) -> float:
+    """Return a finite number, also from a text. Raises FieldError."""
+    try:
+        number = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
+    except (ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number) or abs(number) > 1e30:
+        raise FieldError(f"{place} is {kind(value)}, not a finite number")
+    return number
+
+
 def advised(options: SourceOptions, *ways: Fix) -> tuple[str, list[Fix]]:
     """Return how to change settings of a source: the end of a sentence for rows in memory, which have none; and fixes.
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flatout.config.data import CONVERTERS
+from flatout.config.objective import ADVANTAGE, REWARD
 from flatout.config.schema import SourceConfig
 from flatout.data.conversation import Origin, ParsedRow, PreferenceRow
 from flatout.data.rows.formats.advice import (
@@ -25,11 +26,14 @@ from flatout.data.rows.formats.answers import CLASSIFY, JUDGED, MARGIN, PREFEREN
 from flatout.data.rows.formats.conversations import CHAT_COLUMNS, ROLE_TARGETS, TURN_KEYS, turns_at
 from flatout.data.rows.formats.fields import FieldError, Row, SourceOptions, advised, kind, unpacked
 from flatout.data.rows.formats.pictures import PICTURED_FORMATS, is_picture_column, pictures_of
+from flatout.data.rows.formats.prompts import PROMPTED
 from flatout.data.rows.formats.rules import ALL_COLUMNS, RULES
 from flatout.data.rows.read import RawRow
 from flatout.errors import DataError, Fix
 
 _ONE_SCHEMA = "all rows of a source need one schema: list this file as a separate source, or fix the row"
+# columns that some rows of a format have, and how they get them
+_WORTH = {MARGIN: "margin and no scores", ADVANTAGE: "advantage", REWARD: "reward"}
 # keys of a turn that `columns` renames
 _NO_COLUMN = {"role", "content", "from", "value"}
 
@@ -74,8 +78,10 @@ class RowParser:
             if why := refusal(row, self.format):
                 raise why
             sample = RULES[self.format].parse(row)
-            if isinstance(sample, PreferenceRow) and MARGIN in self.columns and MARGIN not in sample.columns:
-                raise FieldError(f"has no margin and no scores, but {self.first} has; {_ONE_SCHEMA}")
+            given = sample.columns if isinstance(sample, PreferenceRow) else _WORTH
+            for name, said in _WORTH.items():
+                if name in self.columns and name not in given:
+                    raise FieldError(f"has no {said}, but {self.first} has; {_ONE_SCHEMA}")
             return sample
         except FieldError as bad:
             raise bad.at(raw.origin) from None
@@ -148,7 +154,7 @@ def _parser_of(source: SourceConfig, first: RawRow, works: Works) -> RowParser:
     read = set(used) if parser.is_joined else rule.read(options).union(used)
     read -= set(other_prompts(row)) if name in JUDGED else set()
     read |= set(filter(is_picture_column, row.columns)) if name in PICTURED_FORMATS else set()
-    unread = tuple(column for column in row.columns if column not in read)
+    unread = tuple(column for column in row.columns if column not in read and name != PROMPTED)
     return replace(parser, unread=unread, hint=unread_meaning(row, unread) if name == "alpaca" else "")
 
 

@@ -14,7 +14,7 @@ from flatout.data.rows.formats.fields import FieldError, Row, kind
 
 PICTURE_COLUMNS = ("images", "image")
 """Columns with the pictures of a row, in the order of its texts."""
-PICTURED_FORMATS = ("messages", "sharegpt", "alpaca", "prompt_completion")
+PICTURED_FORMATS = ("messages", "sharegpt", "alpaca", "prompt_completion", "prompts")
 """Formats whose turns may hold pictures."""
 MARK = "<image>"
 """What stands for a picture in the texts of LLaVA, LLaMA-Factory and ms-swift."""

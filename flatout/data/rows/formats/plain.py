@@ -11,8 +11,8 @@ from flatout.data.rows.formats.fields import FieldError, Row, flag_at, kind, lis
 
 T = TypeVar("T")
 _IGNORED_LABEL = -100
-_MASK_COLUMNS = ("trained", "loss_mask", "assistant_masks", "completion_mask")
-TOKEN_COLUMNS = ("labels", "attention_mask", *_MASK_COLUMNS)
+MASK_COLUMNS = ("trained", "loss_mask", "assistant_masks", "completion_mask")
+TOKEN_COLUMNS = ("labels", "attention_mask", *MASK_COLUMNS)
 _TRL_MASKS = {"assistant_masks", "completion_mask"}  # a token carries loss if both masks allow it
 
 
@@ -66,7 +66,7 @@ def parse_tokens(row: Row) -> TokenRow:
     attention, labels = row.name("attention_mask"), row.name("labels")
     if row.get("attention_mask") is not None and not all(seen := beside(attention, flag_at)):
         raise FieldError(f"{attention}[{seen.index(False)}] is 0: the row is padded; remove the padding")
-    masks = [row.name(name) for name in (*_MASK_COLUMNS, "labels") if row.get(name) is not None]
+    masks = [row.name(name) for name in (*MASK_COLUMNS, "labels") if row.get(name) is not None]
     if len(masks) > 1 and set(masks) != set(map(row.name, _TRL_MASKS)):
         raise FieldError(f"{' and '.join(masks)} both set which tokens carry loss; keep one")
     if masks == [labels]:

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain
 
 from flatout.data.conversation import ParsedRow
-from flatout.data.rows.formats import answers, plain
+from flatout.data.rows.formats import answers, plain, prompts, rollouts
 from flatout.data.rows.formats import conversations as chats
 from flatout.data.rows.formats.fields import Row, SourceOptions, Uses
 
@@ -94,6 +94,14 @@ _pairs = FormatRule(
 )
 # In the order of detection: distinctive columns first, since many chat sets also have a `text` or `prompt` column.
 RULES: dict[str, FormatRule] = {
+    "rollouts": FormatRule(
+        rollouts.parse_rollouts,
+        ((rollouts.GROUP,),),
+        (rollouts.PROMPT,),
+        looks=rollouts.is_rollout,
+        uses=rollouts.uses_of_rollouts,
+        remark="a row is a group of sampled answers to one prompt, and only their sampled tokens carry loss",
+    ),
     "tokens": FormatRule(plain.parse_tokens, (("input_ids",),), plain.TOKEN_COLUMNS, uses=_uses_of_tokens),
     "oasst": _converted("message_id", "text", "role", looks=lambda row: "parent_id" in row.columns),
     "oasst_trees": _converted("prompt", looks=_holds_replies),
@@ -161,6 +169,15 @@ RULES: dict[str, FormatRule] = {
         chats.parse_alpaca, (("instruction",), ("output",)), ("input", "history", *chats.CHAT_OPTIONAL), ("reasoning",)
     ),
     "text": FormatRule(plain.parse_text, (("text",),)),
+    # never detected: what carries loss elsewhere is for rewards here
+    prompts.PROMPTED: FormatRule(
+        prompts.parse_prompt,
+        (prompts.ASKED,),
+        ("history", *chats.CHAT_OPTIONAL),
+        _TURNS,
+        lambda row: False,
+        remark="the model answers, and rewards get all columns",
+    ),
 }
 ALL_COLUMNS = set[str]().union(*(rule.columns for rule in RULES.values()))
 """Columns that a format reads."""

@@ -1,0 +1,188 @@
+"""Prompts that a run answers: as tokens, with the rows that its rewards read, in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from flatout.config.data import DataConfig
+from flatout.data.build import Log, Progress, describe, read_chunks, readers_of, tokenizer_for
+from flatout.data.build_report import BuildReport, timed
+from flatout.data.conversation import PICTURE, Conversation, Origin
+from flatout.data.dedupe import without_repeated
+from flatout.data.pictures.read import read_picture
+from flatout.data.readers import Readers, count_rows, most_rows
+from flatout.data.rows.converter import converted
+from flatout.data.rows.formats.advice import with_sources
+from flatout.data.rows.formats.parser import RowParser
+from flatout.data.rows.formats.pictures import MARK, is_picture_column
+from flatout.data.rows.formats.prompts import PROMPTED
+from flatout.data.rows.read import RawRow
+from flatout.data.rows.sources import open_source
+from flatout.data.tokenize import SampleTokenizer
+from flatout.data.tokenizer import tokenizer_facts
+from flatout.data.workers import tokenize_chunks
+from flatout.errors import DataError, Fix, UsageError
+
+# a row with its parser, its tokens, and the digests of its pictures
+_Tokenized = tuple[tuple[RawRow, RowParser], NDArray[np.int32], tuple[bytes, ...]]
+# values of settings that say what carries loss, or change texts
+_NOT_OF_PROMPTS = ("all", "mask", "train", "text", "truncate", "split")
+
+
+class RunPrompt(NamedTuple):
+    """A prompt: its tokens with what the template writes before an answer, and its turns, role and content.
+
+    `row` has all columns of its row as JSON has them, without pictures, whose files are `pictures`; <image> stands for
+    them in contents.
+    """
+
+    token_ids: tuple[int, ...]
+    messages: tuple[dict[str, str], ...]
+    row: dict[str, Any]
+    origin: Origin
+    pictures: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """The prompts of a run by number, each made anew of its row as it is asked for.
+
+    `token_ids` int32 [T] are those of all, each from `offsets` int64 [N + 1] on. `stop_tokens` end an answer in the
+    chat template; none without one. `counts` are what became of the rows, by the names of `data.counts`.
+    """
+
+    token_ids: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    rows: Sequence[tuple[RawRow, RowParser]]
+    picture_digests: Mapping[int, tuple[bytes, ...]]
+    media_root: Path | None
+    stop_tokens: tuple[str, ...]
+    counts: Mapping[str, int]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each prompt [N]."""
+        return np.diff(self.offsets)
+
+    def __getitem__(self, number: int) -> RunPrompt:
+        """Return a prompt. Raises DataError if a file of its pictures has changed."""
+        raw, parser = self.rows[number]
+        sample = parser.parse(raw)
+        assert isinstance(sample, Conversation)
+        files = [read_picture(picture, sample.origin, self.media_root) for picture in sample.pictures]
+        if tuple(file.digest for file in files) != self.picture_digests.get(number, ()):
+            raise DataError(f"{raw.origin}: a file of its pictures has changed since the run began; put it back")
+        messages = tuple({"role": m.role, "content": m.content.replace(PICTURE, MARK)} for m in sample.messages)
+        ids = tuple(self.token_ids[slice(*self.offsets[number : number + 2])].tolist())
+        return RunPrompt(ids, messages, json.loads(_json_of(raw)), raw.origin, tuple(file.content for file in files))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What identifies the prompts: a hash of their tokens, rows and pictures, in their order."""
+        content = xxhash.xxh3_128(self.offsets.tobytes() + self.token_ids.tobytes())
+        for number, (raw, _) in enumerate(self.rows):
+            content.update(_json_of(raw).encode())
+            content.update(b"".join(self.picture_digests.get(number, ())))
+        return content.hexdigest()
+
+
+def read_prompts(
+    config: DataConfig,
+    model_name: str,
+    *,
+    max_tokens: int | None = None,
+    progress: Progress = lambda *_: None,
+    log: Log = lambda _: None,
+) -> PromptSet:
+    """Read the prompts of all sources, rendered by the chat template and tokenized; `model_name` has the tokenizer.
+
+    Prompts with more than `data.max_tokens`, or `max_tokens`, are dropped and counted, or an error (`data.too_long`).
+    Without a chat template, a text is continued as it is. Raises DataError for rows, and UsageError for settings, that
+    make no prompts.
+    """
+    config = _checked(config.with_format(PROMPTED))
+    limits = [limit for limit in (config.max_tokens, max_tokens) if limit is not None]
+    name = config.tokenizer or model_name
+    facts = tokenizer_facts(name, added=config.added_tokens, log=log)
+    with with_sources(config.sources):
+        sources = [converted(open_source(source, log), source, log) for source in config.sources]
+        # what a converter makes are prompts, too
+        asked = [one.model_copy(update={"format": PROMPTED}) for one in config.sources]
+        config = config.model_copy(update={"max_tokens": min(limits, default=None), "sources": asked})
+        readers = readers_of(config, sources, log)
+    to_tokens = tokenizer_for(config, describe(config, name, facts, sources)[0], model_name)
+    report, prompts = BuildReport(config, lambda: most_rows(readers)), list[_Tokenized]()
+    prompts += _tokenized(config, readers, to_tokens, report, (progress, log))
+    num_distinct = len({xxhash.xxh3_64_intdigest(ids.tobytes()) for _, ids, _ in prompts})
+    report.close(len(prompts), num_distinct)
+    for text in [f"{one.name}: {said}" for one in sources for said in one.notes()] + report.notes():
+        log(text)
+    is_rendered = to_tokens.options.template_source is not None and not to_tokens.joins_texts
+    stops = to_tokens.description.stops if is_rendered else ()
+    offsets = np.cumsum([0, *(len(ids) for _, ids, _ in prompts)], dtype=np.int64)
+    digests = {number: own for number, (_, _, own) in enumerate(prompts) if own}
+    rows, ids = [row for row, _, _ in prompts], np.concatenate([ids for _, ids, _ in prompts])
+    return PromptSet(ids, offsets, rows, digests, config.media_root, stops, dict(report.counts))
+
+
+def _tokenized(
+    config: DataConfig,
+    readers: Readers,
+    to_tokens: SampleTokenizer,
+    report: BuildReport,
+    reporting: tuple[Progress, Log],
+) -> Iterator[_Tokenized]:
+    """Yield each prompt, as often as it is used, and count what became of the rows in `report`."""
+    copies, total = count_rows(config, readers)
+    on_chunk = timed(*reporting, 0, total)
+    for chunk, read in tokenize_chunks(read_chunks(readers, copies, report), to_tokens, config.num_procs):
+        done = without_repeated(read, report.seen)
+        report.add(chunk, done)
+        pieces = np.split(done.token_ids, np.cumsum(done.lengths))
+        for place, row in enumerate(done.sample_row.tolist()):
+            raw = chunk.rows[row]
+            assert isinstance(raw, RawRow)
+            digests = tuple(picture.file.digest for picture in done.pictures[place]) if done.pictures else ()
+            yield from [((raw, chunk.parser), pieces[place], digests)] * int(chunk.copies[row])
+        on_chunk(report.counts["rows"])
+
+
+def _checked(config: DataConfig) -> DataConfig:
+    """Return settings that make prompts. Raises UsageError for others."""
+    if not config.sources:
+        raise UsageError("data.sources: no rows to read prompts from; name a file")
+    for source in config.sources:
+        if source.format != PROMPTED and source.converter is None:
+            fix = Fix({"data.sources": [{"path": source.path, "format": PROMPTED}]}, "reads their questions alone")
+            raise UsageError(f"{source.path}: format {source.format} is of rows with answers, not of prompts", [fix])
+    for name in ("loss_type", "empty_reasoning", "lost_reasoning", "special_tokens", "too_long"):
+        value, default = getattr(config, name), DataConfig.model_fields[name].default
+        if value != default and value in _NOT_OF_PROMPTS:
+            raise UsageError(f"data.{name}={value}: prompts stay whole, as at inference, and have no loss; remove it")
+    return config
+
+
+def _json_of(raw: RawRow) -> str:
+    """Return the columns of a row as JSON, without those of pictures. Raises DataError for what JSON has not."""
+
+    def as_json(value: Any) -> str:
+        if hasattr(value, "isoformat"):
+            return str(value.isoformat())
+        raise DataError(
+            f"{raw.origin}: has a value of type {type(value).__name__}, which rewards do not get; remove it"
+        )
+
+    columns = {name: value for name, value in raw.columns.items() if not is_picture_column(name)}
+    return json.dumps(columns, sort_keys=True, default=as_json)

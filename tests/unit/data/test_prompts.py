@@ -1,0 +1,133 @@
+"""Prompts of a run: every form of rows becomes what the model is asked, and rewards get the whole row."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from flatout.cli.main import main
+from flatout.config.schema import DataConfig
+from flatout.data.build import open_or_build, refuse_early
+from flatout.data.prompts import PromptSet, read_prompts
+from flatout.data.templates.template import ChatTemplate, template_text
+from flatout.errors import DataError, UsageError
+
+Row = dict[str, Any]
+ASK = {"role": "user", "content": "hello there"}
+SYSTEM = {"role": "system", "content": "be good"}
+# the form -> a row, and the turns it asks
+FORMS: dict[str, tuple[Row, list[Row]]] = {
+    "a text": ({"prompt": "hello there", "answer": "yes"}, [ASK]),
+    "GSM8K": ({"question": "hello there", "answer": "#### 72"}, [ASK]),
+    "problem and solution": ({"problem": "hello there", "solution": "$x$", "label": False}, [ASK]),
+    "alpaca": ({"instruction": "hello", "input": "there", "output": "yes"}, [ASK | {"content": "hello\nthere"}]),
+    "TRL": ({"prompt": [SYSTEM, ASK], "ground_truth": 3, "rejected": "no"}, [SYSTEM, ASK]),
+    "verl": (
+        {"data_source": "gsm8k", "prompt": [ASK], "reward_model": {"style": "rule", "ground_truth": "72"},
+         "extra_info": {"index": 0, "split": "train"}}, [ASK],
+    ),
+    "messages": ({"messages": [ASK, {"role": "assistant", "content": "yes"}, ASK], "score": 0.5, "mask": True},
+                 [ASK, {"role": "assistant", "content": "yes"}, ASK]),
+    "ShareGPT": ({"conversations": [{"from": "human", "value": "hello there"}], "id": "a"}, [ASK]),
+    "parts": ({"prompt": [{"type": "text", "text": "hello "}, {"type": "text", "text": "there"}]}, [ASK]),
+    "a system column": ({"prompt": "hello there", "system": "be good"}, [SYSTEM, ASK]),
+}  # fmt: skip
+
+
+@pytest.fixture
+def read(tmp_path, small_tokenizer_dir):
+    def read(rows: list[Row], source: Row | None = None, most: int | None = None, **settings: Any) -> PromptSet:
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        values = {"sources": [{"path": str(tmp_path / "rows.jsonl"), **(source or {})}], "template": "chatml"}
+        config = DataConfig.model_validate(values | {"num_procs": 1} | settings)
+        return read_prompts(config, str(small_tokenizer_dir), max_tokens=most)
+
+    return read
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_asks_its_turns_and_keeps_its_row(read, form, small_tokenizer: PreTrainedTokenizerFast):
+    row, turns = FORMS[form]
+    prompt = read([row])[0]
+    template = ChatTemplate.checked(*template_text(small_tokenizer, "chatml", "small"), small_tokenizer)
+    text = template.render(turns, generation_prompt=True)
+    assert list(prompt.token_ids) == small_tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert text.endswith("assistant\n")
+    assert list(prompt.messages) == turns
+    assert prompt.row == row
+    assert str(prompt.origin).endswith("rows.jsonl:1")
+
+
+def test_what_is_dropped_repeated_and_counted(read):
+    rows = [{"prompt": f"hello {k}", "k": k} for k in range(6)]
+    long = {"prompt": "hello " * 50, "k": 9}
+    prompts = read([*rows, long, {"prompt": 3, "k": 0}, rows[1]], most=40, on_bad_row="skip", dedupe="exact")
+    assert [prompt.row["k"] for prompt in prompts] == [0, 1, 2, 3, 4, 5]
+    assert prompts.lengths.max() <= 40
+    assert [prompts.counts[name] for name in ("rows", "too_long", "bad", "equal_rows")] == [9, 1, 1, 1]
+    assert prompts.stop_tokens == ("<|im_end|>",)
+    assert prompts.offsets.tolist() == np.cumsum([0, *prompts.lengths]).tolist()
+    assert len(read(rows, {"weight": 2.0})) == 12
+    assert len(read(rows, num_samples=4)) == 4
+    with pytest.raises(DataError, match="1 of 7 rows are over max_tokens=40"):
+        read([*rows, long], most=40, too_long="error")
+
+
+def test_the_fingerprint_is_of_tokens_and_rows(read):
+    row = {"prompt": "hello", "answer": 1}
+    marks = [read([one]).fingerprint for one in (row, {"answer": 1, "prompt": "hello"}, row | {"answer": 2})]
+    assert marks[0] == marks[1] != marks[2]
+    assert read([row], template="zephyr").fingerprint != marks[0]
+
+
+def test_without_a_template_a_text_is_continued(read, small_tokenizer):
+    assert small_tokenizer.decode(read([{"prompt": "hello there"}], template=None)[0].token_ids) == "hello there"
+    with pytest.raises(DataError, match="has no chat template"):
+        read([{"prompt": [SYSTEM, ASK]}], template=None)
+
+
+BAD: dict[str, tuple[Row, str]] = {
+    "an answer at its end": ({"messages": [ASK, {"role": "assistant", "content": "yes"}]}, "is an assistant turn, and"),
+    "an empty question": ({"prompt": "  "}, "prompt is empty; there is nothing to answer"),
+    "no question": ({"prompt": ""}, "has no prompt; give it as prompt"),
+    "a video": ({"prompt": "hello", "video": "a.mp4"}, "video"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_rows_that_ask_nothing_are_refused(read, name):
+    row, said = BAD[name]
+    with pytest.raises(DataError, match=said):
+        read([row])
+
+
+def test_prompts_and_rows_with_answers_are_not_taken_for_each_other(read, small_tokenizer_dir, tmp_path):
+    read([{"prompt": "hello", "completion": "yes"}])
+    path = str(tmp_path / "rows.jsonl")
+    for source in ({"format": "messages"}, {"format": "prompt_completion"}):
+        with pytest.raises(UsageError, match="is of rows with answers, not of prompts"):
+            read([{"prompt": "hello", "completion": "yes"}], source)
+    for setting in ({"loss_type": "all"}, {"too_long": "truncate"}, {"special_tokens": "text"}):
+        with pytest.raises(UsageError, match="prompts stay whole"):
+            read([{"prompt": "hello"}], **setting)
+    asked = {"path": path, "format": "prompts"}
+    config = DataConfig.model_validate({"sources": [asked], "root": tmp_path, "template": "chatml"})
+    for make in (open_or_build, refuse_early):
+        with pytest.raises(DataError, match="prompts rows, whose answers a run samples") as refused:
+            make(config, str(small_tokenizer_dir))
+        assert refused.value.fixes[0].settings == {"objective": "grpo"}
+
+
+def test_prompts_are_shown(read, small_tokenizer_dir, tmp_path, capsys):
+    read([{"question": "hello there", "answer": "yes"}])
+    run = tmp_path / "rl.yaml"
+    data = {"sources": [{"path": str(tmp_path / "rows.jsonl"), "format": "prompts"}], "template": "chatml"}
+    run.write_text(json.dumps({"model": str(small_tokenizer_dir), "data": data}))
+    assert main(["data", "show", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert "<|im_start|>user\nhello there<|im_end|>\n<|im_start|>assistant\n" in shown
+    assert "row.answer: 'yes'" in shown
