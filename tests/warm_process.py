@@ -118,6 +118,9 @@ def _run(
     os.environ.clear()
     os.environ.update(env | {name: str(number) for name, number in files.items()})
     os.chdir(folder)
+    # what a real process takes from its environment at its start
+    sys.executable = env.get("WARM_PYTHON", sys.executable)
+    sys.path[1:1] = [each for each in env.get("PYTHONPATH", "").split(os.pathsep) if each and each not in sys.path]
     words = list(words[words[0] == "-P" :])
     if words[0] == "-m":
         sys.argv = words[1:]

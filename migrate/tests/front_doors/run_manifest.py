@@ -105,9 +105,10 @@ def manifests() -> dict[str, Manifest]:
 
 @dataclass
 class Runner:
-    """Runs cases below one folder, each once."""
+    """Runs cases below one folder, each once. A folder `warm` has other programs for the cases that CI runs."""
 
     root: Path
+    warm: Path | None = None
     outcomes: dict[tuple[str, str], Outcome] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -157,13 +158,16 @@ class Runner:
     def _type(self, command: str, folder: Path, case: dict[str, Any]) -> tuple[int, str]:
         """Type a command into a shell, as a reader of the document does."""
         names = MIGRATE / "flatout_migrate" / "names"
+        warm = [self.warm] if self.warm and case.get("fast") else []
         env = {
             **os.environ,
-            "PATH": os.pathsep.join([str(self.root / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PATH": os.pathsep.join(map(str, [*warm, self.root / "bin", Path(sys.executable).parent, os.environ["PATH"]])),
             "PYTHONPATH": os.pathsep.join(map(str, (ROOT, MIGRATE, names))),
             "REPOSITORY": str(ROOT),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
+            # torchrun starts ranks by it
+            "PYTHON_EXEC": str((warm or [Path(sys.executable).parent])[0] / "python"),
             # a tmux server of this folder's own; its socket's path must be short
             "TMUX_TMPDIR": str(self.root / "bin"),
             **({} if case.get("gpu") else {"ACCELERATE_USE_CPU": "1", "CUDA_VISIBLE_DEVICES": ""}),

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from run_manifest import MIGRATE, ROOT, Runner, judge, manifests
+from warm_commands import WarmCommands
 
 CASES = [
     pytest.param(system, name, marks=() if case.get("fast") else pytest.mark.exhaustive, id=f"{system}-{name}")
@@ -20,7 +21,12 @@ CASES = [
 
 @pytest.fixture(scope="session")
 def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    return Runner(tmp_path_factory.mktemp("doors"))
+    root = tmp_path_factory.mktemp("doors")
+    doors = ("hypersloth-build-dataset", "hypersloth-init", "hypersloth-train")
+    (root / "warm").mkdir()
+    torchrun = {"torchrun": ["-m", "torch.distributed.run"]}
+    warm = WarmCommands(root / "warm", torchrun | {name: [str(root / "bin" / name)] for name in doors})
+    return Runner(root, warm.folder)
 
 
 @pytest.mark.parametrize(("system", "name"), CASES)
