@@ -7,47 +7,27 @@ from typing import Any
 
 from flatout_migrate import training_arguments as hf
 from flatout_migrate import translation as t
-from flatout_migrate.preference import RL, RL_NAMES, RL_ROWS, RL_TEMPLATES, defaults_of, row_format, rules_of_method
+from flatout_migrate.preference import RL, defaults_of, row_format, rules_of_method
 from flatout_migrate.translation import Became, Given, RefusedError, Rule, Translation
-from flatout_migrate.trl import SHARED, held_out, lora_rules, names_of, template
+from flatout_migrate.trl import SHARED, held_out, lora_rules, template
 
-_TEMPLATES = {"chatml": "chatml", "llama3": "llama-3", "alpaca": "alpaca", "tokenizer_default": None}
+_TABLE = t.read_table("axolotl")
 _PLUGINS = ("cut_cross_entropy", "liger", "kernels")
 _NEW_ROWS = "the rows of new tokens are always trained here; other special tokens are the tokenizer's own"
 _WARMUP = "3 % of the run as here, but there at most 100 steps"
 _ALPACA = "headings of Alpaca, but no introduction, and the input is part of the instruction"
-# names of an equal meaning in transformers
-_SAME = {
-    "micro_batch_size": "per_device_train_batch_size", "num_epochs": "num_train_epochs", "optimizer": "optim",
-    "lr_scheduler": "lr_scheduler_type", "wandb_name": "run_name", "adam_eps": "adam_epsilon",
-    "peft_use_rslora": "use_rslora", "peft_use_dora": "use_dora",
-}  # fmt: skip
 
 
 def translate_axolotl(given: Mapping[str, Any], num_gpus: int = 1) -> Translation:
     """Translate a YAML of Axolotl."""
     given = _with_one_template(given)
-    defaults: dict[str, Any] = {
-        "adapter": "none", "num_epochs": 1, "lr_scheduler": "cosine", "micro_batch_size": 1, "sequence_len": 512,
-        "excess_length_strategy": "drop",
-    }  # fmt: skip
-    for what in ("save", "eval"):
-        if given.get("max_steps") is None and not any(
-            given.get(name) for name in (f"{what}_steps", f"{what}_strategy", f"{what}s_per_epoch")
-        ):
-            defaults[f"{what}_strategy"] = "epoch"
-    if given.get("warmup_steps") is None and given.get("warmup_ratio") is None:
-        defaults["warmup_ratio"] = None
-    if _is_lora(given):
-        defaults |= {"lora_r": 8, "lora_alpha": 8}
-    if given.get("fsdp_config") and not given.get("fsdp"):
-        defaults["fsdp"] = "full_shard"
-    table, aliases = AXOLOTL, _SAME
+    defaults, table, aliases = t.defaults_of("axolotl", given), AXOLOTL, _TABLE["aliases"]
+    defaults |= {"fsdp": "full_shard"} if given.get("fsdp_config") and not given.get("fsdp") else {}
     if given.get("rl") in RL:
         method, loss = RL[given["rl"]]
         usual = defaults_of(method, {"loss_type": loss})
         defaults |= {name: usual[name] for name in ("beta", "cpo_alpha", "simpo_gamma") if name in usual}
-        table, aliases = {**AXOLOTL, **_judged(method, loss)}, {**_SAME, **RL_NAMES}
+        table, aliases = {**AXOLOTL, **_judged(method, loss)}, {**aliases, **_TABLE["aliases of rl"]}
     return t.translate(given, table, defaults=defaults, num_gpus=num_gpus, aliases=aliases)
 
 
@@ -67,21 +47,19 @@ def _judged(method: str, loss: str) -> dict[str, Rule]:
     """Return the rules of rl: its loss, and its data sets."""
     rules = rules_of_method(method, loss)
     del rules["max_length"], rules["metric_for_best_model"]
-    entry = {
-        **_DATASET, "field_chosen": t.to("columns.chosen"),
-        "field_rejected": t.to("columns.rejected"),
-    }  # fmt: skip
+    entry = {**_DATASET, **t.rules_of("axolotl", "of judged rows")}
+    templates: dict[str, str | None] = _TABLE["templates of rl"]
 
     def sources(given: Given) -> Became:
         settings: dict[str, Any] = {"data.sources": []}
         for each in given.value:
             template, _, rows = str(each.get("type")).partition(".")
             own = {"default"} | ({"argilla"} if given.all["rl"] == "orpo" else set())
-            if template not in RL_TEMPLATES or rows not in (RL_ROWS if RL_TEMPLATES[template] else own):
+            if template not in templates or rows not in (_TABLE["rows of rl"] if templates[template] else own):
                 raise RefusedError(f"type {each.get('type')!r:.60} is not supported; write data.sources, with columns")
             source = t.inner({name: value for name, value in each.items() if name != "type"}, entry).settings
             settings["data.sources"].append({**source, "format": row_format(method)})
-            if (ours := RL_TEMPLATES[template]) and settings.setdefault("data.template", ours) != ours:
+            if (ours := templates[template]) and settings.setdefault("data.template", ours) != ours:
                 raise RefusedError("types of different templates: convert them apart")
         return Became(settings)
 
@@ -114,20 +92,13 @@ def _sources(given: Given) -> Became:
 def _too_long(given: Given) -> Became:
     if "datasets" in given.all and _kinds(given.all) == {"completion"}:
         return Became({"data.too_long": "split"}, "completion is cut into windows")
-    ours = {"drop": "drop", "truncate": "truncate", "raise": "error"}
-    return t.one_of("data.too_long", ours, f"write {', '.join(ours)}")(given)
-
-
-# flags of a turn that flatout reads without being told
-_KNOWN_FLAGS = {
-    "train", "training", "trainable", "loss", "loss_weight", "loss_scale", "loss_mask", "step_loss_mask", "weight",
-    "train_detail", "training_detail",
-}  # fmt: skip
+    return t.rules_of("axolotl")["excess_length_strategy"](given)
 
 
 def _meaning(meaning: str) -> Rule:
     """Say what the key of a turn that the value names means, unless flatout knows it."""
-    return lambda given: Became({} if given.value in _KNOWN_FLAGS else {f"keys.{given.value}": meaning})
+    known = _TABLE["known flags of a turn"].split()
+    return lambda given: Became({} if given.value in known else {f"keys.{given.value}": meaning})
 
 
 # an entry of `datasets` -> one of data.sources
@@ -148,13 +119,6 @@ def _per_epoch(setting: str) -> Rule:
         return Became({setting: 1 / times if times > 1 else None}, "as a share of the run")
 
     return rule
-
-
-def _adapter(given: Given) -> Became:
-    if given.value not in ("lora", "qlora", "none", ""):
-        raise RefusedError(f"{given.value!r:.40} is not supported; write lora or qlora, or none for full fine-tuning")
-    is_4bit = {"base.storage": "nf4"} if given.value == "qlora" else {}
-    return Became({"method": "lora" if _is_lora(given.all) else "full", **is_4bit})
 
 
 def _plugins(given: Given) -> Became:
@@ -183,7 +147,7 @@ def _modules(given: Given) -> Became:
     modules = given.all.get("lora_target_modules") or ()
     if not (given.all.get("lora_target_linear") and _is_lora(given.all)) or {"lm_head", "embed_tokens"} & {*modules}:
         return _LORA["lora_target_modules"](given)
-    experts = names_of(given.all.get("lora_target_parameters") or [])
+    experts = t.names_of(given.all.get("lora_target_parameters") or [])
     return Became({"lora.targets": ["all-linear", *experts] if experts else "all-linear"})
 
 
@@ -196,18 +160,12 @@ def _class_name(given: Given) -> Became:
 _LORA = lora_rules(_is_lora)
 
 
-def _pictures_frozen(given: Given) -> Became:
-    names = ("model.freeze_vision_tower", "model.freeze_projector")
-    return Became(dict.fromkeys(names, False)) if given.value is False else Became(note="the tower stays frozen")
-
-
 AXOLOTL: Mapping[str, Rule] = {
     **hf.TRAINING_ARGUMENTS,
     **SHARED,
     **_LORA,
     **t.rules_of("axolotl"),
     "test_datasets": hf.evaluated_apart,
-    "freeze_mm_modules": _pictures_frozen,
     **t.each("model_config overrides_of_model_config", t.nested(
         {"output_router_logits": t.switch({"experts.balance_loss": "model"})})),
     **t.each("lora_target_modules lora_target_linear lora_target_parameters", _modules),
@@ -215,12 +173,10 @@ AXOLOTL: Mapping[str, Rule] = {
     "warmup_ratio": lambda given: hf.warmup(given) if given.value is not None else Became({}, _WARMUP, check=True),
     "revision_of_model": hf.MODEL_ARGUMENTS["revision"],
     **t.each("model_type tokenizer_type", _class_name),
-    "adapter": _adapter,
     "datasets": _sources,
-    "chat_template": template(_TEMPLATES),
+    "chat_template": template(_TABLE["templates"]),
     "chat_template_jinja": template({}),
     "excess_length_strategy": _too_long,
-    "train_on_inputs": lambda given: Became({"data.loss_type": "all" if given.value else "response_only"}),
     "val_set_size": held_out,
     "saves_per_epoch": _per_epoch("checkpoint.every_steps"),
     "evals_per_epoch": _per_epoch("eval.every_steps"),

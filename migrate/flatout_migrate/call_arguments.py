@@ -12,32 +12,19 @@ from flatout_migrate import translation as t
 from flatout_migrate.training_arguments import NULLABLE, TRAINING_ARGUMENTS
 from flatout_migrate.translation import Became, Given, RefusedError, Rule
 
-_PRECISION = {"None": None, "bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-_STORAGE = {"full_finetuning": {"method": "full"}, "load_in_fp8": {"base.storage": "fp8"}, "load_in_16bit": {}}
+_TABLE = t.read_table("unsloth")
 # what get_peft_model trains without being told
-PEFT_DEFAULTS = {
-    "r": 16, "lora_alpha": 16,
-    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-}  # fmt: skip
+PEFT_DEFAULTS: Mapping[str, Any] = _TABLE["defaults of get_peft_model"]
 _ENDS = ("embed_tokens", "lm_head")
-COLLATORS = (
-    "DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling", "DataCollatorWithPadding", "NoneType",
-    "UnslothVisionDataCollator",
-)  # fmt: skip
+COLLATORS: tuple[str, ...] = tuple(_TABLE["collators"].split())
 
 
 def _dtype(given: Given) -> Became:
+    known: Mapping[str, Any] = _TABLE["dtypes"]
     name = str(given.value).removeprefix("torch.")
-    if name not in _PRECISION:
+    if name not in known:
         raise RefusedError(f"{given.value!r:.40} is not supported; write bfloat16, float16, float32 or None")
-    return Became({"model.precision": _PRECISION[name]} if name != "None" else {})
-
-
-def _storage(given: Given) -> Became:
-    wanted = next((name for name in _STORAGE if given.all.get(name)), "")
-    if not wanted and given.all.get("load_in_8bit"):
-        raise RefusedError("flatout stores frozen weights in 4 bits or as fp8: write load_in_4bit or load_in_fp8")
-    return Became(_STORAGE.get(wanted, {"base.storage": "nf4"} if given.all.get("load_in_4bit") else {}))
+    return Became(known[name])
 
 
 def _targets(given: Given) -> Became:
@@ -81,7 +68,6 @@ ARGUMENTS: Mapping[str, Rule] = {
     # from_pretrained
     "max_seq_length": t.to("data.max_tokens", lambda length: length or None),
     "dtype": _dtype,
-    **t.each("load_in_4bit load_in_8bit load_in_16bit load_in_fp8 full_finetuning", _storage),
     "use_gradient_checkpointing": TRAINING_ARGUMENTS["gradient_checkpointing"],
     # get_peft_model, and PEFT's LoraConfig
     **t.each("target_modules target_parameters", _targets),

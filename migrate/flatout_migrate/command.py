@@ -14,19 +14,12 @@ from flatout import UsageError
 from flatout.api.settings import read_yaml
 from flatout_migrate.preference import SYSTEMS, refuse_rollouts
 from flatout_migrate.shell import assignments, commands_of, plain, replaced
+from flatout_migrate.translation import read_table
 
 # a trainer's command -> the system that `flatout convert` translates; TRL has a script of each name too
-_KNOWN = (
-    {"trl sft": "trl"}
-    | {name.replace("-", " "): name for name in SYSTEMS}
-    | {"swift rlhf": "ms-swift", "swift sft": "ms-swift-sft", "swift pt": "ms-swift-pt"}
-)
+_KNOWN: Mapping[str, str] = {**read_table("systems")["commands"], **{name.replace("-", " "): name for name in SYSTEMS}}
 # commands of these programs that train nothing -> what does the same here
-_BESIDE = {
-    **dict.fromkeys(("swift infer", "swift app", "swift deploy", "trl chat"), "flatout chat"),
-    **{"swift export": "flatout export", "swift merge-lora": "flatout merge", "swift eval": "flatout eval"},
-    **dict.fromkeys(("swift sample", "swift rollout", "swift web-ui", "trl vllm-serve", "trl env"), ""),
-}
+_BESIDE: Mapping[str, str] = read_table("systems")["commands beside"]
 _PROGRAMS = {command.split()[0] for command in _KNOWN}
 # how many ranks a launcher starts, and the sizes of pictures that ms-swift reads from its environment
 _RANKS = re.compile(r"(?:NPROC_PER_NODE=|--(?:nproc[_-]per[_-]node|num_processes|num_gpus)[= ])(\S+)")

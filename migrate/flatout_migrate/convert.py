@@ -23,33 +23,21 @@ from flatout.api.settings import (
     read_overrides,
     read_yaml,
 )
+from flatout_migrate import training_arguments as hf
 from flatout_migrate.axolotl import translate_axolotl
 from flatout_migrate.command import Command, read_command
 from flatout_migrate.llamafactory import translate_llamafactory
 from flatout_migrate.preference import SYSTEMS, method_of, refuse_rollouts
 from flatout_migrate.script_calls import read_script, translate_script
 from flatout_migrate.swift import translate_swift, translate_swift_sft
-from flatout_migrate.training_arguments import translate_training_arguments
-from flatout_migrate.translation import Translation
+from flatout_migrate.translation import Translation, read_table, translate
 from flatout_migrate.trl import translate_trl
 
 # system -> names that its files have, and other systems' files do not
-_MARKS = {
-    "ms-swift": {"rlhf_type"},
-    "ms-swift-sft": {"train_type", "tuner_type", "sft_type"},
-    "axolotl": {"base_model"},
-    "llama-factory": {"stage", "finetuning_type", "template", "cutoff_len"},
-    "trl": {"model_name_or_path", "dataset_name", "dataset_mixture"},
-    "arguments": {"per_device_train_batch_size", "learning_rate", "num_train_epochs", "output_dir"},
-}
-
+_MARKS = {system: {*names.split()} for system, names in read_table("systems")["marks"].items()}
 _SYSTEMS = (*_MARKS, "ms-swift-pt", *SYSTEMS)
-
 # names without which a file says nothing that can be trained
-_NEEDED = frozenset(
-    """base_model model_name_or_path model datasets dataset dataset_name dataset_mixture dataset_mixer dataset_splits
-    pretraining_dataset stage rl adapter rlhf_type processor_type do_predict predict_with_generate""".split()  # noqa: SIM905
-)
+_NEEDED = frozenset(read_table("systems")["needed"].split())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -208,4 +196,5 @@ def _translate(system: str, command: Command, num_gpus: int, folder: Path) -> Tr
         return translate_script(given, command.calls, num_gpus)
     if system.startswith("trl"):
         return translate_trl(given, num_gpus, system.removeprefix("trl-") if system != "trl" else method_of(given))
-    return translate_training_arguments(given, num_gpus=num_gpus)
+    defaults, table = hf.TRANSFORMERS_DEFAULTS, hf.TRAINING_ARGUMENTS
+    return translate(given, table, defaults=defaults, nullable=hf.NULLABLE, num_gpus=num_gpus)

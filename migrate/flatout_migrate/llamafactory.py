@@ -12,30 +12,14 @@ from flatout.api.settings import read_json
 from flatout_migrate import training_arguments as hf
 from flatout_migrate import translation as t
 from flatout_migrate.translation import Became, Given, RefusedError, Rule, Translation
-from flatout_migrate.trl import SHARED, held_out, lora_rules, names_of, saved_modules, template
+from flatout_migrate.trl import SHARED, held_out, lora_rules, template
 
+_TABLE = t.read_table("llamafactory")
 # the format of the rows of a stage that compares or judges answers
 _JUDGED = {"dpo": "preference", "rm": "preference", "kto": "kto"}
-_KTO = ("kto",)
 # its loss of pairs -> the kind of objective, and its settings -> the field of the objective and the kinds that have it
-_LOSSES = {"sigmoid": "dpo", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
-_FIELDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "pref_beta": ("beta", (*_LOSSES.values(), *_KTO)),
-    "pref_ftx": ("sft_weight", tuple(_LOSSES.values())),
-    "kto_chosen_weight": ("desirable_weight", _KTO),
-    "kto_rejected_weight": ("undesirable_weight", _KTO),
-    "simpo_gamma": ("gamma", ("simpo",)),
-    "dpo_label_smoothing": ("label_smoothing", ("dpo",)),
-}
-_SWITCHES = {"train_on_prompt": {"data.loss_type": "all"}, "pure_bf16": {"full.weights": "bf16"}}
-# a tag of an entry's turns -> the role that its value names
-_ROLES = {
-    "user": "user",
-    "assistant": "assistant",
-    "observation": "tool",
-    "function": "function_call",
-    "system": "system",
-}
+_LOSSES: Mapping[str, str] = _TABLE["losses"]
+_FIELDS: Mapping[str, tuple[str, str]] = _TABLE["fields"]
 
 
 def _role(ours: str) -> Rule:
@@ -46,8 +30,7 @@ def _role(ours: str) -> Rule:
 _DATASET: Mapping[str, Rule] = {
     **t.rules_of("llamafactory", "of a data set"),
     "tags": t.nested(
-        {"role_tag": t.to("columns.from"), "content_tag": t.to("columns.value")}
-        | {f"{theirs}_tag": _role(ours) for theirs, ours in _ROLES.items()}
+        t.rules_of("llamafactory", "of tags") | {name: _role(ours) for name, ours in _TABLE["roles of tags"].items()}
     ),
 }
 
@@ -58,16 +41,9 @@ def translate_llamafactory(given: Mapping[str, Any], num_gpus: int = 1, folder: 
     Raises UsageError for a file that merges or answers, with the command that does it.
     """
     _require_training(given)
-    defaults: dict[str, Any] = {
-        **hf.TRANSFORMERS_DEFAULTS, "stage": "sft", "finetuning_type": "lora", "cutoff_len": 2048, "save_steps": 500,
-    }  # fmt: skip
-    if given.get("finetuning_type", "lora") == "lora":
-        defaults |= {"lora_rank": 8, "lora_alpha": 2 * int(given.get("lora_rank") or 8)}
-    if given.get("stage") in ("dpo", "kto"):
-        defaults |= {"pref_beta": 0.1}
-    if given.get("stage") == "dpo":
-        defaults |= {"pref_loss": "sigmoid", "pref_ftx": 0.0}
-        defaults |= {"simpo_gamma": 0.5} if given.get("pref_loss") == "simpo" else {}
+    defaults = {**hf.TRANSFORMERS_DEFAULTS, **t.defaults_of("llamafactory", given)}
+    if "lora_rank" in defaults:
+        defaults["lora_alpha"] = 2 * int(given.get("lora_rank") or 8)
     data: dict[str, Rule] = t.each("dataset dataset_dir max_samples", lambda it: _sources(it, folder))
     table = {**LLAMA_FACTORY, **data}
     return t.translate(given, table, defaults=defaults, nullable=hf.NULLABLE - {"max_length"}, num_gpus=num_gpus)
@@ -156,27 +132,8 @@ def _source(entry: Mapping[str, Any], name: str, root: Path) -> dict[str, Any]:
     return source
 
 
-def _stage(given: Given) -> Became:
-    if given.value == "pt":
-        return Became({"data.loss_type": "all", "data.too_long": "split"}, hf.PACKED, check=True)
-    if given.value in _JUDGED:
-        # pref_loss names the loss of dpo
-        kinds = {"rm": "reward", "kto": "kto"}
-        kind = {"objective.kind": kinds[given.value]} if given.value in kinds else {}
-        return Became(
-            {**kind, "data.too_long": "drop"}, "answers over cutoff_len are left out whole, not cut", check=True
-        )
-    if given.value != "sft":
-        raise RefusedError(f"{given.value} is not supported; flatout trains stage: sft, pt, {', '.join(_JUDGED)}")
-    return Became(
-        {"data.too_long": "truncate"},
-        "of a row over cutoff_len, its prompt is cut too there; here it loses its end",
-        check=True,
-    )
-
-
 def _adapter(given: Given) -> Became:
-    if len(names_of(given.value)) > 1:
+    if len(t.names_of(given.value)) > 1:
         raise RefusedError("one adapter is trained on; merge the others into the model first: flatout merge")
     loss = given.all.get("pref_loss") if given.all.get("stage") == "dpo" else given.all.get("stage")
     has_reference = loss in ("sigmoid", "ipo", "kto")
@@ -194,55 +151,13 @@ def _preference(given: Given) -> Became:
         raise RefusedError(f"pref_loss: {given.all['pref_loss']!r:.40} is not one of {', '.join(_LOSSES)}")
     if given.name == "pref_loss" and stage == "dpo":
         return Became({"objective.kind": kind})
-    field, kinds = _FIELDS.get(given.name, ("", ()))
-    if kind not in kinds:
+    field, kinds = _FIELDS.get(given.name, ("", ""))
+    if kind not in kinds.split():
         if given.name == "pref_ftx" and given.number():
             raise RefusedError(f"{kind} has no cross-entropy of the good answers beside its loss here; write 0")
         return Became(note=f"{kind} does not read it")
     # ORPO's loss has the chosen answer's cross-entropy of itself
     return Became({f"objective.{field}": given.number() + (field == "sft_weight" and kind == "orpo")})
-
-
-def _projector(given: Given) -> Became:
-    if given.all.get("finetuning_type") == "lora":
-        is_named = given.all.get("lora_target", "all") != "all" and not given.value
-        also = "; if lora_target names layers of it, set model.freeze_projector=false" * is_named
-        return Became(note=f"adapters leave the projector as it is{also}", check=is_named)
-    trains_one = bool(given.value) != bool(given.all.get("freeze_vision_tower", True))
-    note = "deepstack mergers of Qwen3-VL count as projector here, as tower there" if trains_one else ""
-    return Became({"model.freeze_projector": given.value}, note, check=trains_one)
-
-
-def _packing(given: Given) -> Became:
-    if given.all.get("packing") and not given.all.get("neat_packing"):
-        raise RefusedError("samples of a pack attend to each other there; set neat_packing: true")
-    return Became(note="steps are always packed, and samples kept apart")
-
-
-def _targets(given: Given) -> Became:
-    names = [name.strip() for name in names_of(given.value)]
-    return Became({"lora.targets": "all-linear" if names == ["all"] else names})
-
-
-def _new_tokens(given: Given) -> Became:
-    ours = "data.new_tokens" if given.name == "add_tokens" else "data.new_special_tokens"
-    tokens: dict[str, Any] = {ours: [text.strip() for text in names_of(given.value)]}
-    if given.all.get("finetuning_type") != "lora" or given.all.get("additional_target"):
-        return Became(tokens)
-    # a resized vocabulary is trained in full there
-    return Became({**tokens, "lora.modules_to_save": ["embed_tokens", "lm_head"], "lora.keep_tied": False})
-
-
-def _resize(given: Given) -> Became:
-    if given.value and not (given.all.get("add_tokens") or given.all.get("add_special_tokens")):
-        raise RefusedError("the model only grows for add_tokens and add_special_tokens; name the new tokens there")
-    return Became(note="the model grows with its new tokens")
-
-
-def _bits(given: Given) -> Became:
-    if int(given.number()) != 4:
-        raise RefusedError("only 4 bits are supported; write quantization_bit: 4, or set base.storage=fp8")
-    return Became({"base.storage": "nf4"})
 
 
 LLAMA_FACTORY: Mapping[str, Rule] = {
@@ -253,16 +168,7 @@ LLAMA_FACTORY: Mapping[str, Rule] = {
     **hf.evaluation(lambda values: values.get("val_size")),
     **lora_rules(lambda values: values.get("finetuning_type") == "lora"),
     "adapter_name_or_path": _adapter,
-    "stage": _stage,
     **dict.fromkeys(("pref_loss", *_FIELDS), _preference),
-    "lora_target": _targets,
-    "freeze_multi_modal_projector": _projector,
-    "additional_target": saved_modules,
-    **t.each("add_tokens add_special_tokens", _new_tokens),
-    "resize_vocab": _resize,
-    "quantization_bit": _bits,
-    **{name: t.switch(sets) for name, sets in _SWITCHES.items()},
     "template": template({"llama3": "llama-3", "chatml": "chatml", "qwen3_nothink": "chatml"}),
     "val_size": held_out,
-    **t.each("packing neat_packing", _packing),
 }  # fmt: skip

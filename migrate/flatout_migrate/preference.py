@@ -11,25 +11,11 @@ from flatout_migrate import translation as t
 from flatout_migrate.training_arguments import TRAINING_ARGUMENTS, TRANSFORMERS_DEFAULTS
 from flatout_migrate.translation import Became, Given, RefusedError, Rule
 
+_TABLE = t.read_table("preference")
 # TRL's trainer -> its losses, and the kind of objective that each is; the first is the default
-LOSSES: Mapping[str, Mapping[str, str]] = {
-    "dpo": {"sigmoid": "dpo", "robust": "dpo", "ipo": "ipo", "sigmoid_norm": "dpo_norm"},
-    "cpo": {"sigmoid": "cpo", "simpo": "simpo"},
-    "orpo": {"orpo": "orpo"},
-    "kto": {"kto": "kto"},
-    "reward": {"reward": "reward"},
-}
+LOSSES: Mapping[str, Mapping[str, str]] = _TABLE["losses"]
 # a name of TRL -> the field of the objective, and the kinds that read it; others are refused if they read it there
-_FIELDS: Mapping[str, tuple[str, str]] = {
-    "beta": ("beta", "dpo ipo dpo_norm cpo simpo orpo kto"),
-    "label_smoothing": ("label_smoothing", "dpo"),
-    "rpo_alpha": ("sft_weight", "dpo ipo dpo_norm"),
-    "cpo_alpha": ("sft_weight", "cpo simpo"),
-    "simpo_gamma": ("gamma", "simpo"),
-    "desirable_weight": ("desirable_weight", "kto"),
-    "undesirable_weight": ("undesirable_weight", "kto"),
-    "center_rewards_coefficient": ("centering", "reward"),
-}
+_FIELDS: Mapping[str, tuple[str, str]] = _TABLE["fields"]
 # kinds whose loss there has label smoothing, which flatout's has not
 _SMOOTHED = ("cpo", "simpo")
 _OLD_SMOOTHING = "conservative DPO, as in TRL before its release 1.0; later ones read it with loss_type: robust only"
@@ -38,25 +24,13 @@ _ORPO = "there, the chosen answer's cross-entropy is over its prompt too; here o
 _MARGIN = "there, rows with a margin have it in the loss; set objective.margin for that"
 _METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "nll", "kl")
 SYSTEMS = tuple(f"trl-{method}" for method in LOSSES)
-# words of a trainer's file that no other has
-MARKS: Mapping[str, set[str]] = {
-    "kto": {"desirable_weight", "undesirable_weight"},
-    "cpo": {"cpo_alpha", "simpo_gamma"},
-    "reward": {"center_rewards_coefficient"},
-    "dpo": {"precompute_ref_log_probs", "rpo_alpha", "f_divergence_type", "sync_ref_model", "reference_free"},
-}
 
 
 def defaults_of(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return what TRL's trainer of this method does without being told, where flatout's default differs."""
     first, *_ = LOSSES[method]
-    values = {"learning_rate": 1e-4 if method == "reward" else 1e-6, "max_length": 1024, "loss_type": first}
-    if method != "reward":
-        values["beta"] = 0.1
-    kind = LOSSES[method].get(str(given.get("loss_type", first)))
-    values |= {"cpo_alpha": 1.0} if method == "cpo" else {}
-    values |= {"simpo_gamma": 0.5} if kind == "simpo" else {}
-    return {**TRANSFORMERS_DEFAULTS, **values}
+    known = {"method": method, "loss_type": given.get("loss_type", first)}
+    return {**TRANSFORMERS_DEFAULTS, "max_length": 1024, "loss_type": first, **t.defaults_of("preference", known)}
 
 
 def rules_of_method(method: str, loss: str = "") -> dict[str, Rule]:
@@ -69,7 +43,6 @@ def rules_of_method(method: str, loss: str = "") -> dict[str, Rule]:
         "max_length": t.to("data.max_tokens", note=_WHOLE, check=True),
         **t.each("max_prompt_length max_completion_length max_target_length", t.switch({}, _WHOLE, check=True)),
         "truncation_mode": t.any_value(_WHOLE),
-        **t.each("lora_dropout dropout", _dropout),
         "metric_for_best_model": _best,
     }  # fmt: skip
 
@@ -78,7 +51,7 @@ def method_of(given: Mapping[str, Any]) -> str:
     """Return the trainer that a file's names tell, "" for supervised training. Raises UsageError for several."""
     losses = given.get("loss_type")
     named = {str(name) for name in (losses if isinstance(losses, list) else [losses])}
-    method = next((name for name, marks in MARKS.items() if marks & given.keys()), "")
+    method = next((name for name, marks in _TABLE["marks"].items() if {*marks.split()} & given.keys()), "")
     method = method or ("dpo" if named & LOSSES["dpo"].keys() else "kto" if "kto" in named else "")
     if not method and "beta" in given:
         raise UsageError(f"beta is read by several trainers of TRL; name yours by --from {'|'.join(SYSTEMS)}")
@@ -106,8 +79,11 @@ def row_format(method: str) -> str:
     return "kto" if method == "kto" else "preference"
 
 
-def _parts(method: str, given: Given, loss: str) -> tuple[str, dict[str, float]]:
-    """Return the one loss that is no SFT term, and the weights of all. Raises RefusedError for another mixture."""
+def _parts(method: str, given: Given, loss: str) -> tuple[str, str, dict[str, float]]:
+    """Return the kind of the one loss that is no SFT term, its name, and the weights of all.
+
+    Raises RefusedError for another mixture.
+    """
     value = loss or given.all.get("loss_type") or next(iter(LOSSES[method]))
     names = [str(name) for name in value] if isinstance(value, list | tuple) else [str(value)]
     given_weights = given.all.get("loss_weights") or [1.0] * len(names)
@@ -117,15 +93,11 @@ def _parts(method: str, given: Given, loss: str) -> tuple[str, dict[str, float]]
         raise RefusedError(f"{value!r:.60} is not one of {', '.join(LOSSES[method])}, with or without sft beside it")
     if weights[main[0]] != 1:
         raise RefusedError(f"the weight of {main[0]} is {weights[main[0]]:g}; write 1, and scale the learning rate")
-    return main[0], weights
-
-
-def _kind(method: str, given: Given, loss: str) -> str:
-    return LOSSES[method][_parts(method, given, loss)[0]]
+    return LOSSES[method][main[0]], main[0], weights
 
 
 def _loss(method: str, given: Given, loss: str) -> Became:
-    kind, (name, weights) = _kind(method, given, loss), _parts(method, given, loss)
+    kind, name, weights = _parts(method, given, loss)
     settings: dict[str, Any] = {"objective.kind": kind, "data.too_long": "drop"}
     # robust without a share of wrong labels is DPO
     if name == "robust" and given.number("label_smoothing", 0):
@@ -140,10 +112,10 @@ def _field(method: str, name: str, loss: str) -> Rule:
     field, kinds = _FIELDS[name]
 
     def rule(given: Given) -> Became:
-        kind, value = _kind(method, given, loss), given.number()
+        (kind, main, _), value = _parts(method, given, loss), given.number()
         if kind in kinds.split():
             if name == "label_smoothing":
-                is_old = _parts(method, given, loss)[0] == "sigmoid" and bool(value)
+                is_old = main == "sigmoid" and bool(value)
                 return Became({"objective.label_smoothing": value}, _OLD_SMOOTHING if is_old else "", check=is_old)
             return Became({f"objective.{field}": value})
         if name == "label_smoothing" and kind in _SMOOTHED and value:
@@ -151,14 +123,6 @@ def _field(method: str, name: str, loss: str) -> Rule:
         return Became(note=f"{kind} does not read it")
 
     return rule
-
-
-def _dropout(given: Given) -> Became:
-    if not (given.all.get("use_peft") or given.all.get("r") or "lora" in str(given.all.get("adapter"))):
-        return Became(note="read only with LoRA")
-    if given.all.get("disable_dropout", True):
-        return Became({"lora.dropout": 0.0}, "disable_dropout, the default there, sets it to 0")
-    return Became({"lora.dropout": given.number()})
 
 
 def _best(given: Given) -> Became:
@@ -169,17 +133,4 @@ def _best(given: Given) -> Became:
 
 
 # Axolotl's rl -> TRL's trainer and its loss
-RL: Mapping[str, tuple[str, str]] = {
-    "dpo": ("dpo", "sigmoid"), "ipo": ("dpo", "ipo"), "simpo": ("cpo", "simpo"), "orpo": ("orpo", "orpo"),
-    "kto": ("kto", "kto"),
-}  # fmt: skip
-# Axolotl's names -> TRL's
-RL_NAMES: Mapping[str, str] = {
-    "rl_beta": "beta", "orpo_alpha": "beta", "dpo_label_smoothing": "label_smoothing",
-    "kto_desirable_weight": "desirable_weight", "kto_undesirable_weight": "undesirable_weight",
-    "max_prompt_len": "max_prompt_length", "dpo_use_logits_to_keep": "use_logits_to_keep",
-    "dpo_padding_free": "padding_free", "dpo_generate_during_eval": "generate_during_eval",
-}  # fmt: skip
-# its types of data sets whose rows the formats read; what comes before the dot is a template
-RL_ROWS = {"argilla", "argilla_chat", "icr", "intel", "prompt_pairs", "ultra"}
-RL_TEMPLATES: Mapping[str, str | None] = {"chat_template": None, "chatml": "chatml", "llama3": "llama-3"}
+RL: Mapping[str, tuple[str, str]] = _TABLE["axolotl"]

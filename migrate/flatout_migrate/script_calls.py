@@ -16,68 +16,31 @@ from flatout_migrate.training_arguments import NULLABLE, SFT_DEFAULTS, TRANSFORM
 from flatout_migrate.translation import Became, Given, RefusedError, Rule, Translation, Unread
 from flatout_migrate.trl import OF_DATA, SHARED, TRL, held_out, judged, template
 
+_TABLE = t.read_table("scripts")
 # a trainer or its arguments -> TRL's method, "" for supervised training
-_METHODS = {"SFT": "", "DPO": "dpo", "CPO": "cpo", "ORPO": "orpo", "KTO": "kto", "Reward": "reward"}
-_TRAINERS = {f"{name}Trainer": method for name, method in _METHODS.items()} | {"UnslothTrainer": "", "Trainer": ""}
-_CONFIGS = {f"{name}Config": method for name, method in _METHODS.items()}
+_TRAINERS: Mapping[str, str] = {f"{name}Trainer": method for name, method in _TABLE["trainers"].items()}
+_CONFIGS = {f"{name}Config": method for name, method in _TABLE["trainers"].items() if name not in ("Unsloth", "")}
 _PLAIN_CONFIGS = {"TrainingArguments", "UnslothTrainingArguments"}
 _UNSLOTH = ("FastLanguageModel", "FastModel", "FastVisionModel")
 _MODELS = ("ForCausalLM", "ForImageTextToText", "ForConditionalGeneration", "ForSequenceClassification")
-# a call whose arguments are those of the run -> the names of the arguments without one, "" for an object
-_PLACES: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys((*_CONFIGS, *_PLAIN_CONFIGS), ("output_dir",)),
-    **dict.fromkeys((f"{name}.from_pretrained" for name in _UNSLOTH), ("model_name",)),
-    **dict.fromkeys((f"{name}.get_peft_model" for name in _UNSLOTH), ("",)),
-    **dict.fromkeys(("AutoTokenizer.from_pretrained", "AutoProcessor.from_pretrained"), ("tokenizer_name_or_path",)),
-    **dict.fromkeys(("LoraConfig", "BitsAndBytesConfig"), ()),
-    **dict.fromkeys(("SFTTrainer", "CPOTrainer", "ORPOTrainer", "RewardTrainer", "Trainer"), ("model", "")),
-    **dict.fromkeys(("DPOTrainer", "KTOTrainer"), ("model", "ref_model", "")),
-    "get_chat_template": ("", "chat_template"),
-    "train_test_split": ("test_size",),
-    "EarlyStoppingCallback": ("early_stopping_patience", "early_stopping_threshold"),
-}
-# arguments of these calls that other calls are about, or that another name means
-_OBJECTS = {"args", "train_dataset", "tokenizer", "processing_class", "quantization_config"}
-_ALIASES = {"model_name": "model_name_or_path", "pretrained_model_name_or_path": "model_name_or_path"} | {
-    "test_size": "test_split_size"
-}
-_TEMPLATES = ("chatml", "mistral", "zephyr", "alpaca", "gemma", "llama-3", "qwen3", "phi")
-_FILES = ("json", "csv", "parquet", "text")
-_OTHER_SPLITS = ("test", "val", "valid", "validation", "eval", "dev")
-_ROWS = "it is not run: flatout reads the rows as they are in data.sources, which may name columns"
-_WEIGHTS = "it is not run, and changes what is trained; leave it out and see `flatout init --all` for a setting"
+_PLACES = {name: places.split() for names, places in _TABLE["places"].items() for name in names.split()}
+_NOT_RUN = {name: why for why, names in _TABLE["not run"].items() for name in names.split()}
+_HARMLESS, _OBJECTS = {*_TABLE["harmless"].split()}, {*_TABLE["objects"].split()}
 
 
-def _refused(why: str) -> Rule:
-    def rule(given: Given) -> Became:
-        raise RefusedError(f"{given.value}: {why}")
-
-    return rule
+def _not_run(given: Given) -> Became:
+    raise RefusedError(f"{given.value}: {_NOT_RUN[given.name]}")
 
 
-_NOT_RUN: Mapping[str, Rule] = {
-    **t.each(
-        "map filter select take skip rename_column rename_columns add_column concatenate_datasets to_sharegpt "
-        "interleave_datasets from_list from_dict from_pandas from_generator load_from_disk",
-        _refused(_ROWS),
-    ),
-    **t.each(
-        "add_special_tokens add_tokens setup_chat_format add_callback requires_grad_ requires_grad", _refused(_WEIGHTS)
-    ),
-}
-# attributes and calls that change no update of the weights here
-_HARMLESS = {"pad_token", "pad_token_id", "padding_side", "truncation_side", "use_cache", "pretraining_tp"} | {
-    "GenerationConfig", "GenerationConfig.from_pretrained",
-}  # fmt: skip
 _OF_SCRIPTS: Mapping[str, Rule] = {
     **SHARED,
     **t.rules_of("scripts"),
     **{name: TRL[name] for name in (*OF_DATA.split(), "dataset_text_field", "tokenizer_name_or_path")},
-    "chat_template": template({name: name for name in _TEMPLATES}),
+    "chat_template": template({name: name for name in _TABLE["templates"].split()}),
     "test_split_size": held_out,
     "eval_dataset": evaluated_apart,
-    "formatting_func": t.off(_ROWS),
-    **_NOT_RUN,
+    "formatting_func": t.off(_NOT_RUN["map"]),
+    **dict.fromkeys(_NOT_RUN, _not_run),
 }
 
 
@@ -136,7 +99,7 @@ class _Arguments:
         for call in calls:
             name, line = call.name, call.node.lineno
             if name in _PLACES or name.removesuffix(".from_pretrained").endswith(_MODELS):
-                self._read(call, _PLACES.get(name, ("model_name_or_path",)))
+                self._read(call, _PLACES.get(name, ["model_name_or_path"]))
             elif name == "train_on_responses_only":
                 self._put("assistant_only_loss", True, line, call.condition)
             elif name in _NOT_RUN:
@@ -153,7 +116,7 @@ class _Arguments:
                 self._put(target.attr, script.value(value), target.lineno)
 
     def _put(self, name: str, value: Any, line: int, condition: str = "") -> None:
-        where, name = f"line {line}", _ALIASES.get(name, name)
+        where, name = f"line {line}", _TABLE["aliases"].get(name, name)
         if condition and not isinstance(value, Unread):
             value = Unread(f"{where}: set only {condition}; leave one branch in the file")
         before = self.given.get(name, value)
@@ -163,13 +126,13 @@ class _Arguments:
             value = Unread(f"{self._where[name]} and {where} give different values; keep one")
         self.given[name], self._where[name] = value, where
 
-    def _arguments(self, call: Call, places: tuple[str, ...]) -> Iterator[tuple[str, ast.expr]]:
+    def _arguments(self, call: Call, places: list[str]) -> Iterator[tuple[str, ast.expr]]:
         """Yield the arguments of a call by name; those of a `**` are put as they are."""
         for place, node in enumerate(call.node.args):
             if place >= len(places) or isinstance(node, ast.Starred):
                 unread = Unread(f"line {node.lineno}: write the argument with its name")
                 self._put(f"{call.name}[{place}]", unread, node.lineno)
-            elif places[place]:
+            elif places[place] != "_":
                 yield places[place], node
         for each in call.node.keywords:
             if each.arg:
@@ -180,7 +143,7 @@ class _Arguments:
             for name, value in named.items():
                 self._put(name, value, each.value.lineno, call.condition)
 
-    def _read(self, call: Call, places: tuple[str, ...]) -> None:
+    def _read(self, call: Call, places: list[str]) -> None:
         is_trainer, is_transformers = call.name in _TRAINERS, call.name.endswith(".from_pretrained")
         for name, node in self._arguments(call, places):
             value: Any = self.script.value(node)
@@ -210,13 +173,17 @@ class _Arguments:
         names = {"path": "dataset_name", "name": "dataset_config", "split": "dataset_train_split"}
         for call in calls:
             line = call.node.lineno
-            one = {name: self.script.value(node) for name, node in self._arguments(call, ("path", "name"))}
+            one = {name: self.script.value(node) for name, node in self._arguments(call, ["path", "name"])}
             split = one.get("split")
-            if isinstance(split, str) and split.split("[")[0].split("_")[0] in _OTHER_SPLITS:
+            if isinstance(split, str) and split.split("[")[0].split("_")[0] in _TABLE["other splits"].split():
                 self._put("eval_dataset", True, line)
                 continue
             files = one.get("data_files")
-            if isinstance(one.get("path"), str) and one["path"] in _FILES and files is not None:
+            if (
+                isinstance(one.get("path"), str)
+                and one["path"] in _TABLE["kinds of files"].split()
+                and files is not None
+            ):
                 files = files.get("train", files) if isinstance(files, dict) else files
                 each = files if isinstance(files, list) else [files]
                 one = {"datasets": files if isinstance(files, Unread) else [{"path": file} for file in each]}

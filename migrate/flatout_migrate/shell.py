@@ -28,21 +28,8 @@ _VARIABLE = re.compile(r"(?<!\\)\$(?:(?P<bare>[A-Za-z_]\w*)|\{(?P<braced>[A-Za-z
 _SUM = re.compile(r"\$\((?:expr +(\d+) +\\?([*/+-]) +(\d+) *|\( *(\d+) *([*/+-]) *(\d+) *\))\)")
 # before a command, in which it may set a variable, and commands that set variables by name
 _BEFORE = {
-    "if",
-    "while",
-    "until",
-    "then",
-    "else",
-    "elif",
-    "do",
-    "{",
-    "!",
-    "export",
-    "declare",
-    "local",
-    "readonly",
-    "typeset",
-}
+    "if", "while", "until", "then", "else", "elif", "do", "{", "!", "export", "declare", "local", "readonly", "typeset",
+}  # fmt: skip
 _NAMED, _READS_FILE = {"for", "select", "read", "unset", "getopts", "mapfile"}, {"source", "."}
 _OPENING, _CLOSING = {"if", "for", "while", "until", "case", "select", "{"}, {"fi", "done", "esac", "}"}
 

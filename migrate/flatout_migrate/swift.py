@@ -12,13 +12,10 @@ from flatout_migrate import training_arguments as hf
 from flatout_migrate import translation as t
 from flatout_migrate.preference import defaults_of, row_format, rules_of_method
 from flatout_migrate.translation import Became, Given, RefusedError, Rule, Translation
-from flatout_migrate.trl import OWN_TEMPLATE, SHARED, held_out, lora_rules, names_of, template, with_experts
+from flatout_migrate.trl import OWN_TEMPLATE, SHARED, held_out, lora_rules, template, with_experts
 
 # its rlhf_type -> TRL's trainer and its one loss; loss_type names one of several
-METHODS: Mapping[str, tuple[str, str]] = {
-    "dpo": ("dpo", ""), "cpo": ("cpo", ""), "simpo": ("cpo", "simpo"), "orpo": ("orpo", "orpo"),
-    "kto": ("kto", "kto"), "rm": ("reward", "reward"),
-}  # fmt: skip
+METHODS: Mapping[str, tuple[str, str]] = t.read_table("preference")["ms-swift"]
 _TYPES = ("train_type", "tuner_type", "sft_type")
 _DATA_SET = re.compile(r"(?:(?P<hub>(?i:hf|ms))::)?(?P<path>.+?)(?::(?P<subset>[^:#]+))?(?:#(?P<count>\d+))?")
 _OF_MODELSCOPE = "an id of ModelScope there, of the Hugging Face hub here"
@@ -30,23 +27,21 @@ def translate_swift(given: Mapping[str, Any], num_gpus: int = 1) -> Translation:
     """Translate the options of `swift rlhf`, by the defaults of ms-swift 3.8 and later."""
     kind = str(given.get("rlhf_type", "dpo"))
     method, loss = METHODS.get(kind, ("dpo", ""))
-    is_lora = _is_lora(given)
-    defaults = {name: value for name, value in defaults_of(method, given).items() if name != "loss_type" or not loss}
-    defaults |= {"rlhf_type": kind, **_defaults(given, num_gpus)}
-    defaults |= {"simpo_gamma": 1.0} if method == "cpo" else {}
-    defaults |= {"beta": 2.0} if kind == "simpo" else {}
+    own = t.defaults_of("swift", {**given, "rlhf_type": kind}, "defaults of rlhf")
+    defaults = {**defaults_of(method, given), "rlhf_type": kind, **_defaults(given, num_gpus), **own}
+    if loss:
+        del defaults["loss_type"]
     fixed = {"loss_type": t.only((loss,), f"{kind} has one loss; remove it")} if loss else {}
-    table = {**SWIFT, **rules_of_method(method, loss), **_OWN, **lora_rules(lambda _: is_lora), **_lora(is_lora)}
-    table |= {**_RLHF, **fixed}
+    is_lora = _is_lora(given)
+    table = {**SWIFT, **rules_of_method(method, loss), **_OWN, **_lora(is_lora), **_RLHF, **fixed}
     return t.translate(given, table, defaults=defaults, nullable=hf.NULLABLE, num_gpus=num_gpus)
 
 
 def translate_swift_sft(given: Mapping[str, Any], num_gpus: int = 1, *, is_pretraining: bool = False) -> Translation:
     """Translate the options of `swift sft`, or of `swift pt`, by the defaults of ms-swift 3.8 and later."""
-    is_lora = _is_lora(given)
     defaults = {**hf.TRANSFORMERS_DEFAULTS, **_defaults(given, num_gpus), "truncation_strategy": "delete"}
     defaults |= {"use_chat_template": False, "loss_scale": "all"} if is_pretraining else {"template": "default"}
-    table = {**SWIFT, **_OWN, **lora_rules(lambda _: is_lora), **_lora(is_lora), **_SFT}
+    table = {**SWIFT, **_OWN, **_lora(_is_lora(given)), **_SFT}
     return t.translate(given, table, defaults=defaults, nullable=hf.NULLABLE, num_gpus=num_gpus)
 
 
@@ -56,17 +51,11 @@ def _is_lora(given: Mapping[str, Any]) -> bool:
 
 def _defaults(given: Mapping[str, Any], num_gpus: int) -> dict[str, Any]:
     """Return what all its trainers do without being told."""
-    is_lora = _is_lora(given)
     # what is no number is refused with the option's name, by the rule of all options
     own_size = str(given.get("per_device_train_batch_size") or 1)
     size = (int(own_size) if own_size.isdigit() else 1) * num_gpus
-    defaults: dict[str, Any] = {
-        "learning_rate": 1e-4 if is_lora else 1e-5, "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": math.ceil(16 / size), "max_length": None, "weight_decay": 0.1,
-        "adam_beta2": 0.95, "lr_scheduler_type": "cosine", "save_steps": 500,
-    }  # fmt: skip
-    defaults |= {"train_type": "lora"} if is_lora and not any(name in given for name in _TYPES) else {}
-    defaults |= {"lora_rank": 8, "lora_alpha": 32, "lora_dropout": 0.05} if is_lora else {}
+    method = {"method": "lora" if _is_lora(given) else "full"}
+    defaults = t.defaults_of("swift", {**given, **method}) | {"gradient_accumulation_steps": math.ceil(16 / size)}
     if given.get("split_dataset_ratio"):
         defaults |= {"eval_strategy": given.get("save_strategy", "steps"), "eval_steps": given.get("save_steps", 500)}
     return defaults
@@ -75,14 +64,8 @@ def _defaults(given: Mapping[str, Any], num_gpus: int) -> dict[str, Any]:
 def _kind(given: Given) -> Became:
     if given.value not in METHODS:
         raise RefusedError(f"{given.value!r:.40} is not supported; flatout has {', '.join(METHODS)}")
-    _, loss = METHODS[given.value]
-    return TRAINED[given.value](given) if loss else Became(note="loss_type names the loss")
-
-
-# rlhf_type -> the settings of its one loss
-TRAINED: Mapping[str, Rule] = {
-    kind: rules_of_method(method, loss)["loss_type"] for kind, (method, loss) in METHODS.items() if loss
-}
+    method, loss = METHODS[given.value]
+    return rules_of_method(method, loss)["loss_type"](given) if loss else Became(note="loss_type names the loss")
 
 
 def _model(given: Given) -> Became:
@@ -125,7 +108,7 @@ def _sources(given: Given) -> Became:
 
 
 def _adapters(given: Given) -> Became:
-    names = {name: names_of(given.all.get(name) or []) for name in ("adapters", "ref_adapters")}
+    names = {name: t.names_of(given.all.get(name) or []) for name in ("adapters", "ref_adapters")}
     method, _ = METHODS.get(str(given.all.get("rlhf_type")), ("dpo", ""))
     if len(names[given.name]) > 1:
         raise RefusedError("one adapter is trained on; merge the others into the model first")
@@ -136,16 +119,10 @@ def _adapters(given: Given) -> Became:
     return Became({"lora.continue_from": names["adapters"][0]} if names["adapters"] else {})
 
 
-def _reference(given: Given) -> Became:
-    if given.value not in (None, given.all.get("model")):
-        raise RefusedError("the reference is the model before training; remove it")
-    return Became(note="the model before training, as here")
-
-
 def _targets(given: Given) -> Became:
     if given.all.get("target_parameters"):
         return with_experts("target_modules", "target_parameters")(given)
-    names = [name.strip() for name in names_of(given.all.get("target_modules") or "all-linear")]
+    names = [name.strip() for name in t.names_of(given.all.get("target_modules") or "all-linear")]
     return Became({"lora.targets": "all-linear" if names == ["all-linear"] else names})
 
 
@@ -157,19 +134,9 @@ def _deepspeed(given: Given) -> Became:
     return Became({"strategy": "ddp" if named[1] == "0" else f"zero{named[1]}", **offload})
 
 
-def _bits(given: Given) -> Became:
-    method, bits = given.all.get("quant_method", "bnb"), given.all.get("quant_bits")
-    if method == "bnb" and bits in (None, 4):
-        return Became({"base.storage": "nf4"} if bits else {})
-    if method in ("bnb", "fp8") and bits in (None, 8):
-        return Became({"base.storage": "fp8"}, "8-bit floats", check=method == "bnb")
-    raise RefusedError(f"{given.value!r:.40} is not supported; write quant_method bnb with quant_bits 4")
-
-
 def _lora(is_lora: bool) -> dict[str, Rule]:
-    unread = t.any_value("read only with LoRA")
     own = {**t.each("target_modules target_parameters", _targets), **t.rules_of("swift", "of LoRA")}
-    return own if is_lora else dict.fromkeys(own, unread)
+    return lora_rules(lambda _: is_lora) | t.when(lambda _: is_lora, own, "read only with LoRA")
 
 
 def _loss_scale(given: Given) -> Became:
@@ -193,16 +160,13 @@ SWIFT: Mapping[str, Rule] = {**hf.TRAINING_ARGUMENTS, **SHARED, **t.rules_of("sw
 _OWN: Mapping[str, Rule] = {
     "rlhf_type": _kind,
     "model": _model,
-    **t.each(" ".join(_TYPES), t.one_of("method", {"lora": "lora", "full": "full"}, "flatout trains lora and full")),
     "dataset": _sources,
     "split_dataset_ratio": held_out,
     "val_dataset": hf.evaluated_apart,
     **hf.evaluation(lambda values: values.get("split_dataset_ratio")),
-    "strict": lambda given: Became({} if given.value else {"data.on_bad_row": "skip"}),
     **t.each("adapters ref_adapters", _adapters),
-    **t.each("ref_model ref_model_revision ref_model_type", _reference),
+    **t.rules_of("swift", "of the reference"),
     "deepspeed": _deepspeed,
-    **t.each("quant_method quant_bits", _bits),
 }
 _RLHF: Mapping[str, Rule] = {
     **t.rules_of("swift", "of rlhf"),
@@ -212,5 +176,4 @@ _SFT: Mapping[str, Rule] = {
     **t.rules_of("swift", "of answers"),
     "loss_scale": _loss_scale,
     "template": _templates,
-    "use_chat_template": lambda given: Became({} if given.value else {"data.template": "plain"}),
 }

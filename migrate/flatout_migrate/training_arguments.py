@@ -8,46 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from flatout_migrate import translation as t
-from flatout_migrate.translation import Became, Given, RefusedError, Rule, Translation
+from flatout_migrate.translation import Became, Given, RefusedError, Rule
 
+_TABLE = t.read_table("training_arguments")
 # what these systems do without being told, where flatout's default differs
-TRANSFORMERS_DEFAULTS: Mapping[str, Any] = {
-    "learning_rate": 5e-5, "num_train_epochs": 3.0, "per_device_train_batch_size": 8, "warmup_steps": 0,
-}  # fmt: skip
-SFT_DEFAULTS: Mapping[str, Any] = {
-    **TRANSFORMERS_DEFAULTS, "learning_rate": 2e-5, "max_length": 1024, "truncation_mode": "keep_start",
-    "assistant_only_loss": False, "router_aux_loss_coef": "model",
-}  # fmt: skip
+TRANSFORMERS_DEFAULTS: Mapping[str, Any] = _TABLE["defaults"]
+SFT_DEFAULTS: Mapping[str, Any] = {**TRANSFORMERS_DEFAULTS, **_TABLE["defaults of TRL"]}
+# of data sets that are not trained on: how to evaluate on them
+evaluated_apart = t.by_cases(_TABLE["evaluated apart"])
 PACKED = "there, a packed row of several samples counts as one; raise this for as many tokens a step"
 # names whose null is a value of its own
 NULLABLE = frozenset({"max_length", "max_seq_length", "max_grad_norm", "save_total_limit"})
-_OPTIMIZERS = {
-    "adamw": "adamw adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused paged_adamw paged_adamw_32bit",
-    "adamw8bit": "adamw_8bit adamw_bnb_8bit adamw_torch_8bit paged_adamw_8bit",
-    "sgd": "sgd",
-}
-OPTIMIZER_NAMES = {other: ours for ours, others in _OPTIMIZERS.items() for other in others.split()}
-TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "comet_ml": "comet"} | {
-    "trackio": "trackio"
-}
-_FSDP_WORDS = {"true": "fsdp", "full_shard": "fsdp", "shard_grad_op": "zero2", "hybrid_shard": "hsdp"}
-_FSDP_CONFIG = (
-    "activation_checkpointing auto_wrap_policy backward_prefetch cpu_ram_efficient_loading final_state_dict_type "
-    "forward_prefetch limit_all_gathers min_num_params offload_params reshard_after_forward sharding_strategy "
-    "state_dict_type sync_module_states transformer_layer_cls_to_wrap use_orig_params version xla xla_fsdp_v2 "
-    "xla_fsdp_grad_ckpt"
-)
-
-
-def translate_training_arguments(
-    given: Mapping[str, Any], *, num_gpus: int = 1, defaults: Mapping[str, Any] = TRANSFORMERS_DEFAULTS
-) -> Translation:
-    """Translate names of TrainingArguments or SFTConfig and their values; nothing is ignored silently.
-
-    `num_gpus` is the number of GPUs of that run: batch sizes there are per GPU, flatout's is global. `defaults` apply
-    where no value is given: TRANSFORMERS_DEFAULTS, SFT_DEFAULTS, or {} for flatout's own.
-    """
-    return t.translate(given, TRAINING_ARGUMENTS, defaults=defaults, nullable=NULLABLE, num_gpus=num_gpus)
+TRACKERS: Mapping[str, str] = _TABLE["trackers"]
+_FSDP: Mapping[str, Any] = _TABLE["fsdp"]
 
 
 def samples_per_step(given: Given) -> Became:
@@ -57,13 +30,6 @@ def samples_per_step(given: Given) -> Became:
     if any(given.all.get(name) for name in ("packing", "sample_packing", "neat_packing")):
         return Became(samples, PACKED, check=True)
     return Became(samples, f"{sizes[0]} x {sizes[1]} x {given.num_gpus} GPU{'s' * (given.num_gpus > 1)}")
-
-
-def _router_loss(given: Given) -> Became:
-    """Translate the factor of the routers' loss; `model`, the default of TRL, is that of the model's config."""
-    if given.value == "model":
-        return Became({"experts.balance_loss": "model"}, "with experts, TRL adds the loss of the model's config")
-    return Became({"experts.balance_loss": given.number()})
 
 
 def warmup(given: Given) -> Became:
@@ -102,17 +68,6 @@ def _share_of_one_epoch(given: Given) -> float | None:
     return 1 / epochs if epochs > 1 else None
 
 
-def _optimizer(given: Given) -> Became:
-    if given.value not in OPTIMIZER_NAMES:
-        raise RefusedError(f"{given.value!r:.40} is not supported; flatout has adamw, adamw_8bit and sgd")
-    ours = OPTIMIZER_NAMES[given.value]
-    return Became({"optim.name": ours, **({"optim.beta1": 0.0} if ours == "sgd" else {})})
-
-
-def _unless_sgd(rule: Rule) -> Rule:
-    return lambda given: Became(note="sgd does not read it") if given.all.get("optim") == "sgd" else rule(given)
-
-
 def _schedule_arguments(given: Given) -> Became:
     settings: dict[str, Any] = {}
     for name, value in dict(given.value).items():
@@ -123,25 +78,6 @@ def _schedule_arguments(given: Given) -> Became:
         elif name != "num_cycles" or value != (1 if "restarts" in str(given.all.get("lr_scheduler_type")) else 0.5):
             raise RefusedError(f"{name}: {value!r:.40} is not supported; set schedule.kind and its settings")
     return Became(settings)
-
-
-def precision(given: Given) -> Became:
-    """Translate bf16 and fp16; without either, model.precision stays auto."""
-    name = next((name for name in ("bf16", "fp16") if given.all.get(name) in (True, "true")), None)
-    if name is not None:
-        return Became({"model.precision": name}, "trained weights are fp32 copies")
-    if given.value not in (False, "false", "auto"):
-        raise RefusedError(f"{given.value!r:.40} is not supported; write true, false or auto")
-    note = "model.precision=auto is bf16 where the GPU has it; set fp32 to compute in fp32"
-    return Became(note=note, check=given.name == "bf16" and given.value is False)
-
-
-def _loss_type(given: Given) -> Became:
-    if given.all.get("assistant_only_loss") or given.all.get("completion_only_loss"):
-        return Became({"data.loss_type": "response_only"})
-    depends = given.all.get("completion_only_loss") is None
-    note = "response_only if rows have prompt and completion" if depends else ""
-    return Became({"data.loss_type": "all"}, note, check=depends)
 
 
 def report_to(given: Given) -> Became:
@@ -169,12 +105,11 @@ def fsdp(given: Given) -> Became:
         raise RefusedError("a path is not read here; write the entries of fsdp_config out")
     config = {name.removeprefix("fsdp_"): value for name, value in config.items()}
     words |= {str(config["sharding_strategy"]).lower()} if config.get("sharding_strategy") else set()
-    if unknown := sorted(words - {*_FSDP_WORDS, "offload"}) or sorted(config.keys() - {*_FSDP_CONFIG.split()}):
+    if unknown := sorted(words - {*_FSDP["words"], "offload"}) or sorted(config.keys() - {*_FSDP["config"].split()}):
         raise RefusedError(f"{unknown[0]} is not supported; set strategy=ddp, zero2, fsdp or hsdp")
-    strategy = next((ours for word, ours in reversed(_FSDP_WORDS.items()) if word in words), "fsdp")
-    settings: dict[str, Any] = {
-        "strategy": "zero2" if config.get("reshard_after_forward") == "SHARD_GRAD_OP" else strategy
-    }
+    words = {"shard_grad_op"} if config.get("reshard_after_forward") == "SHARD_GRAD_OP" else words
+    strategy = next((ours for word, ours in _FSDP["words"].items() if word in words), "fsdp")
+    settings: dict[str, Any] = {"strategy": strategy}
     if config.get("reshard_after_forward") is False:
         settings["sharding.reshard_after_forward"] = False
     if "offload" in words or config.get("offload_params") is True:
@@ -184,11 +119,8 @@ def fsdp(given: Given) -> Became:
 
 def evaluation(is_held_out: Callable[[Mapping[str, Any]], object]) -> dict[str, Rule]:
     """Return the rules of when to evaluate, which count only if `is_held_out` says so of all values."""
-
-    def rule(given: Given) -> Became:
-        return TRAINING_ARGUMENTS[given.name](given) if is_held_out(given.all) else Became(note="no rows are held out")
-
-    return t.each("eval_steps eval_strategy evaluation_strategy", rule)
+    names = ("eval_steps", "eval_strategy", "evaluation_strategy")
+    return t.when(is_held_out, {name: TRAINING_ARGUMENTS[name] for name in names}, "no rows are held out")
 
 
 def deepspeed_file(given: Given) -> Became:
@@ -202,24 +134,6 @@ def deepspeed_file(given: Given) -> Became:
     return Became({"strategy": "ddp" if stage[1] == "0" else f"zero{stage[1]}", **offload}, note, check=True)
 
 
-def evaluated_apart(given: Given) -> Became:
-    """Say how to evaluate on a data set of its own. Raises RefusedError where that decides when training ends."""
-    if not given.value:
-        return Became(note="off, as here")
-    if given.all.get("early_stopping_patience") or given.all.get("early_stop_interval"):
-        raise RefusedError("it decides when training ends: " + _APART)
-    return Became({}, "not evaluated yet: " + _APART, check=True)
-
-
-_APART = "build it with `flatout data build`, and name it in eval.data"
-
-
-def _data_seed(given: Given) -> Became:
-    if given.value != given.all.get("seed", 42):
-        raise RefusedError("one seed decides the order of samples and dropout; remove it, or set it to seed")
-    return Became(note="as seed")
-
-
 def _attention(given: Given) -> Became:
     if given.value == "eager":
         return Became({"model.attention": "plain"})
@@ -228,17 +142,10 @@ def _attention(given: Given) -> Became:
     return Became(note="model.attention=auto takes the fastest kernel that is exact")
 
 
-_SPEED = t.any_value("speed only: tokens are memory-mapped, kernels and compilation are automatic")
 MODEL_ARGUMENTS: Mapping[str, Rule] = {
     "attn_implementation": _attention,
-    "trust_remote_code": t.switch(
-        {}, "code from repositories is never run; a model that needs it is refused when it is loaded", check=True
-    ),
-    "revision": t.to("model.revision"),
-    **t.each("use_cache low_cpu_mem_usage", _SPEED),
-    **t.each("dtype torch_dtype", t.any_value("trained weights are fp32; model.precision sets the computation")),
+    **t.rules_of("training_arguments", "of the model"),
 }
-_ADAM = {"adam_beta1": "optim.beta1", "adam_beta2": "optim.beta2", "adam_epsilon": "optim.eps"}
 TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     **MODEL_ARGUMENTS,
     **t.rules_of("training_arguments"),
@@ -246,17 +153,14 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     "max_steps": lambda given: (
         Became({"batch.max_steps": int(given.number())}) if given.number() > 0 else Became(note="epochs decide")
     ),
-    "data_seed": _data_seed,
-    "router_aux_loss_coef": _router_loss,
     "max_grad_norm": t.number("optim.max_grad_norm", null_up_to=0),
-    "optim": _optimizer,
-    **{name: _unless_sgd(t.to(setting)) for name, setting in _ADAM.items()},
+    **t.when(
+        lambda values: values.get("optim") != "sgd", t.rules_of("training_arguments", "of adam"), "sgd does not read it"
+    ),
     "lr_scheduler_kwargs": _schedule_arguments,
     **t.each("warmup_steps warmup_ratio", warmup),
-    **t.each("bf16 fp16", precision),
     "deepspeed": lambda given: Became({"strategy": "deepspeed", "deepspeed": given.value} if given.value else {}),
     **t.each("fsdp fsdp_config fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params", fsdp),
-    **t.each("assistant_only_loss completion_only_loss", _loss_type),
     "model_init_kwargs": t.nested(MODEL_ARGUMENTS),
     **t.each(
         "eval_strategy evaluation_strategy eval_steps",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -208,26 +209,21 @@ def nested(table: Mapping[str, Rule]) -> Rule:
 
 
 def one_of(setting: str, values: Mapping[Any, Any], what: str) -> Rule:
-    """Set `setting` by a table of values; others are refused with `what`, which flatout has instead."""
+    """Set `setting` by a table of values, which may say all of Became; others are refused with `what` to do instead."""
 
     def rule(given: Given) -> Became:
         if not isinstance(given.value, str | bool) or given.value not in values:
-            raise RefusedError(f"{given.value!r:.60} is not supported; {what}")
-        return Became({setting: values[given.value]})
+            said = what if what.startswith("{}") else "{!r:.60} is not supported; " + what
+            raise RefusedError(said.format(given.value))
+        became = values[given.value]
+        return Became(**became) if isinstance(became, Mapping) else Became({setting: became})
 
     return rule
 
 
 def only(accepted: Iterable[Any], reason: str, note: str = "") -> Rule:
     """Accept these values, which flatout needs no setting for; refuse others with the reason."""
-    known = [*accepted]
-
-    def rule(given: Given) -> Became:
-        if given.value not in known:
-            raise RefusedError(reason)
-        return Became(note=note)
-
-    return rule
+    return by_cases([{"if": {"value": [*accepted]}, "note": note}, {"refused": reason}])
 
 
 def off(reason: str) -> Rule:
@@ -235,10 +231,10 @@ def off(reason: str) -> Rule:
     return only((False, None, 0, "", [], {}, "no", "none"), reason, "off, as here")
 
 
-def switch(settings: Mapping[str, Any], note: str = "", *, check: bool = False) -> Rule:
-    """Set `settings` for a true value, and nothing for a false one."""
-    off_here = Became(note="off, as here")
-    return lambda given: Became(settings, note, check) if given.value else off_here
+def switch(settings: Mapping[str, Any], note: str = "", *, check: bool = False, **otherwise: Any) -> Rule:
+    """Set `settings` for a true value, and those of `otherwise` for a false one."""
+    off_here = {"settings": otherwise["otherwise"]} if otherwise else {"note": "off, as here"}
+    return by_cases([{"none": "value", **off_here}, {"settings": settings, "note": note, "check": check}])
 
 
 def any_value(note: str) -> Rule:
@@ -251,11 +247,80 @@ def each(names: str, rule: Rule) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), rule)
 
 
+@cache
+def read_table(name: str) -> Any:
+    """Return what a file of `tables/` holds; it is shared, so change nothing of it."""
+    return yaml.safe_load((Path(__file__).parent / "tables" / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def when(condition: Callable[[Mapping[str, Any]], object], rules: Mapping[str, Rule], note: str) -> dict[str, Rule]:
+    """Return the rules as they are read if `condition` holds of all values; else `note` says why they are not."""
+
+    def guarded(rule: Rule) -> Rule:
+        return lambda given: rule(given) if condition(given.all) else Became(note=note)
+
+    return {name: guarded(rule) for name, rule in rules.items()}
+
+
 def rules_of(table: str, part: str = "") -> dict[str, Rule]:
     """Return the rules of a file in `tables/`, or of a part of it: names by what becomes of their values."""
-    text = (Path(__file__).parent / "tables" / f"{table}.yaml").read_text(encoding="utf-8")
-    kinds: dict[str, dict[str, Any]] = yaml.safe_load(text)
-    return _rules(kinds[part] if part else kinds)
+    return _rules(read_table(table)[part] if part else read_table(table))
+
+
+def _meets(row: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+    """Whether a row counts: each name of `if` has a listed value (null: not given), one of `any` is true, `none` is.
+
+    The value is that of the name `same as`, or its default there.
+    """
+    return (
+        all(values.get(name) in known for name, known in row.get("if", {}).items())
+        and ("any" not in row or any(values.get(name) for name in row["any"].split()))
+        and not any(values.get(name) for name in row.get("none", "").split())
+        and ("same as" not in row or values["value"] == values.get(row["same as"], row.get("default")))
+    )
+
+
+def names_of(value: object) -> list[str]:
+    """Return names from a list or from text with commas."""
+    return [str(name) for name in value] if isinstance(value, list | tuple | set) else str(value).split(",")
+
+
+_GIVEN: Mapping[str, Callable[[Given], Any]] = {
+    "the value": lambda given: given.value,
+    "the number": lambda given: given.number(),
+    "the names": lambda given: [name.strip() for name in names_of(given.value)],
+}
+
+
+def by_cases(rows: Sequence[Mapping[str, Any]]) -> Rule:
+    """Do what the first row says that counts: be `refused`, or become all else of it.
+
+    Its conditions have the names of all values, `value` for the own one, and `name`. Settings may be what was given:
+    "the value", "the number", or "the names".
+    """
+
+    def rule(given: Given) -> Became:
+        values = {**given.all, "value": given.value, "name": given.name}
+        row = next(row for row in rows if _meets(row, values))
+        if why := row.get("refused"):
+            raise RefusedError(why.format(given.value) if why.startswith("{!") else why)
+        settings = {
+            name: _GIVEN[value](given) if isinstance(value, str) and value in _GIVEN else value
+            for name, value in row.get("settings", {}).items()
+        }
+        return Became(settings, row.get("note", ""), row.get("check", False))
+
+    return rule
+
+
+def defaults_of(table: str, given: Mapping[str, Any], part: str = "defaults") -> dict[str, Any]:
+    """Return the defaults that a table has for these values: what the rows set that count, none of `unless given`."""
+    known = {name: value for name, value in given.items() if not isinstance(value, Unread)}
+    found: dict[str, Any] = {}
+    for row in read_table(table)[part]:
+        if _meets(row, known) and all(given.get(name) is None for name in row.get("unless given", "").split()):
+            found |= row["set"]
+    return found
 
 
 def _rules(kinds: Mapping[str, Mapping[str, Any]]) -> dict[str, Rule]:
@@ -268,8 +333,11 @@ def _rules(kinds: Mapping[str, Mapping[str, Any]]) -> dict[str, Rule]:
     for reason, it in kinds.get("only", {}).items():
         rules |= each(it["names"], only(it["values"], reason, it.get("note", "")))
     for note, it in kinds.get("switches", {}).items():
-        rules |= each(it["names"], switch(it["sets"], note, check=it.get("check", False)))
+        words = {name: it[name] for name in ("check", "otherwise") if name in it}
+        rules |= each(it["names"], switch(it.get("settings", {}), note, **words))
     rules |= {name: to(it["setting"], it["values"].get) for name, it in kinds.get("values", {}).items()}
+    for names, rows in kinds.get("cases", {}).items():
+        rules |= each(names, by_cases(rows))
     for name, it in kinds.get("choices", {}).items():
-        rules[name] = one_of(it["setting"], it["values"], it["else"])
+        rules[name] = one_of(it.get("setting", ""), it["values"], it["else"])
     return rules

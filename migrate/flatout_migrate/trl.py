@@ -14,20 +14,6 @@ from flatout_migrate.translation import Became, Given, RefusedError, Rule, Trans
 _TARGETS = ("lora_target_modules", "lora_target_parameters")
 
 
-def names_of(value: object) -> list[str]:
-    """Return names from a list or from text with commas."""
-    return [str(name) for name in value] if isinstance(value, list | tuple | set) else str(value).split(",")
-
-
-def saved_modules(given: Given) -> Became:
-    """Translate PEFT's modules_to_save, which trains tied modules each on its own unless ensure_weight_tying is set."""
-    if not given.value:
-        return Became(note="off, as here")
-    tying = bool(given.all.get("ensure_weight_tying"))
-    names = [name.strip() for name in names_of(given.value)]
-    return Became({"lora.modules_to_save": names, "lora.keep_tied": tying})
-
-
 def with_experts(modules: str, parameters: str) -> Rule:
     """Translate names of linear layers, and beside them the fused matrices of experts, as PEFT's target_parameters."""
 
@@ -36,27 +22,18 @@ def with_experts(modules: str, parameters: str) -> Rule:
         if not experts:
             return Became({"lora.targets": layers} if layers else {})
         named = [] if layers is None else [layers] if isinstance(layers, str) else list(layers)
-        return Became({"lora.targets": [*named, *names_of(experts)]})
+        return Became({"lora.targets": [*named, *t.names_of(experts)]})
 
     return rule
 
 
 def lora_rules(is_lora: Callable[[Mapping[str, Any]], bool]) -> dict[str, Rule]:
     """Return rules for the names of LoRA, which count only if `is_lora` says so of all values."""
-
-    def if_lora(rule: Rule) -> Rule:
-        return lambda given: rule(given) if is_lora(given.all) else Became(note="read only with LoRA")
-
     rules = {
         **t.rules_of("trl", "of LoRA"),
-        **t.each("lora_modules_to_save modules_to_save", saved_modules),
         **t.each(" ".join(_TARGETS), with_experts(*_TARGETS)),
     }
-    return {name: if_lora(rule) for name, rule in rules.items()} | {
-        "load_in_4bit": if_lora(t.switch({"base.storage": "nf4"})),
-        "load_in_8bit": if_lora(t.switch({"base.storage": "fp8"}, "8-bit floats, not integers", check=True)),
-        **t.rules_of("trl", "of bitsandbytes"),
-    }
+    return t.when(is_lora, rules, "read only with LoRA") | t.rules_of("trl", "of bitsandbytes")
 
 
 def held_out(given: Given) -> Became:
@@ -71,10 +48,7 @@ def held_out(given: Given) -> Became:
 OWN_TEMPLATE = "the tokenizer's own template stands in for it; `flatout data template MODEL` shows that"
 
 
-_FAMILIES = (
-    *("qwen", "llama", "mistral", "gemma", "phi", "deepseek", "glm", "yi", "intern", "baichuan", "granite", "cohere"),
-    "falcon",
-)
+_FAMILIES: tuple[str, ...] = tuple(t.read_table("trl")["families of models"].split())
 
 
 def _is_folder(model: str) -> bool:
@@ -137,7 +111,7 @@ def _mixer(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     configs = values.get("dataset_configs") or [None] * len(mixer)
     if part := [name for name, share in mixer.items() if float(share) != 1]:
         raise RefusedError(f"{part[0]}: the first rows of a data set are not taken; name the split, as train[:10%]")
-    splits = [name.strip() for name in names_of(values.get("dataset_splits") or "train,test") if "train" in name]
+    splits = [name.strip() for name in t.names_of(values.get("dataset_splits") or "train,test") if "train" in name]
     if not splits:
         raise RefusedError("dataset_splits: none has train in its name; name one, as train or train_sft")
     entries = zip(mixer, configs, strict=True)
@@ -158,21 +132,13 @@ def _evaluates(given: Given) -> Became:
 
 
 def _callbacks(given: Given) -> Became:
-    if other := [name for name in names_of(given.value) if name != "push_to_hub_revision"]:
+    if other := [name for name in t.names_of(given.value) if name != "push_to_hub_revision"]:
         raise RefusedError(f"{other[0]!r:.40} is not known; pass callbacks to flatout.train in Python")
     return Became(note="push the finished run with `flatout push`")
 
 
-def _tokenizer(given: Given) -> Became:
-    same = given.value == given.all.get("model_name_or_path")
-    return Became({} if same else {"data.tokenizer": given.value}, "the model's" if same else "")
-
-
 # names that TRL, LLaMA-Factory and Axolotl share, and that are no mistake in a file as they are in a call
-SHARED: Mapping[str, Rule] = {
-    "push_to_hub": t.switch({}, "not uploaded: push the finished run with `flatout push`", check=True),
-    "deepspeed": hf.deepspeed_file,
-}
+SHARED: Mapping[str, Rule] = {**t.rules_of("trl", "of files"), "deepspeed": hf.deepspeed_file}
 
 
 TRL: Mapping[str, Rule] = {
@@ -180,10 +146,6 @@ TRL: Mapping[str, Rule] = {
     **t.rules_of("trl"),
     **SHARED,
     **lora_rules(lambda values: bool(values.get("use_peft"))),
-    "model_name_or_path": t.to("model.name"),
-    "model_revision": hf.MODEL_ARGUMENTS["revision"],
-    "use_peft": lambda given: Became({"method": "lora" if given.value else "full"}),
-    "tokenizer_name_or_path": _tokenizer,
     **t.each(OF_DATA + " dataset_text_field", _sources),
     "callbacks": _callbacks,
     "dataset_test_split": _evaluates,
@@ -198,9 +160,7 @@ TRL: Mapping[str, Rule] = {
 
 def translate_trl(given: Mapping[str, Any], num_gpus: int = 1, method: str = "") -> Translation:
     """Translate a YAML of `trl sft` or of the alignment handbook, or of a trainer of preferences (`LOSSES`)."""
-    defaults: dict[str, Any] = {**(defaults_of(method, given) if method else hf.SFT_DEFAULTS), "use_peft": False}
-    if given.get("use_peft"):
-        defaults |= {"lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]}
+    defaults = {**(defaults_of(method, given) if method else hf.SFT_DEFAULTS), **t.defaults_of("trl", given)}
     if _evaluates_there(given):
         defaults["dataset_test_split"] = "test"
     if given.get("max_seq_length"):

@@ -2,11 +2,16 @@
 
 import shutil
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
+from flatout_migrate.translation import read_table
+
+_TYPES = {"int": int, "float": float, "path": Path}
 # command -> the function in flatout that does it
 COMMANDS = {
     "hypersloth-build-dataset": "flatout_migrate.doors.hypersloth_commands:build_dataset",
@@ -29,6 +34,18 @@ def run_command() -> int:
             return 2
     module, _, function = COMMANDS[name].partition(":")
     return int(getattr(import_module(module), function)())
+
+
+def parser_of(script: str, *more: str, **options: Any) -> ArgumentParser:
+    """Return the parser of a script in tables/flags.yaml, with the options of `more`; `options` are argparse's."""
+    parser, flags = ArgumentParser(prog=script, **options), read_table("flags")
+    for group, rows in (each for name in (script, *more) for each in flags.get(name, {}).items()):
+        to: Any = parser if group in ("options", "positional arguments") else parser.add_argument_group(group)
+        to = parser.add_mutually_exclusive_group(required=True) if group == "one of" else to
+        for names, words in rows.items():
+            kind = {"type": _TYPES[words["type"]]} if "type" in words else {}
+            to.add_argument(*names.split(), **{**words, **kind})
+    return parser
 
 
 def flatout_command(words: Sequence[str]) -> int:

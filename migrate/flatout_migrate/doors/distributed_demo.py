@@ -12,39 +12,14 @@ import xxhash
 
 from flatout import UsageError
 from flatout.api.settings import Config
-from flatout_migrate.doors.launched import OVERRIDES_HELP, data_of, device, run, say, with_rows_per_step
+from flatout_migrate.doors import parser_of
+from flatout_migrate.doors.launched import data_of, device, run, say, with_rows_per_step
 
 STRATEGIES = {"single-gpu": "single", "ddp": "ddp", "fsdp": "fsdp"}
 # what names a run to Comet, and what its own variables are for
 COMET = {"comet_project_name": "distributed-training-demo", "comet_workspace": "intro-ai"}
 # a configured key, or Comet's offline mode
 COMET_VARIABLES = ("COMET_API_KEY", "COMET_START_ONLINE")
-
-
-def _parser(script: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="train-llm.py", description=f"Fine-tune ({script}).", allow_abbrev=False)
-    add = parser.add_argument
-    add("-e", "--experiment-name", help="name of the run; without it, Comet is off and nothing is resumed by name")
-    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="file, folder or hub id (tatsu-lab/alpaca)")
-    add("--dataset-subset", help="configuration name of a hub data set")
-    add("-m", "--model-name", default="meta-llama/llama-3.2-1B", help="folder or hub id (meta-llama/llama-3.2-1B)")
-    add("--save-dir", default="../outputs", help="folder of the experiments (../outputs)")
-    add("--seed", type=int, default=0)
-    add("--num-epochs", type=int, default=100, help="passes over the data (100)")
-    add("--lr", type=float, default=3e-5, help="peak learning rate (3e-5)")
-    add("-b", "--batch-size", type=int, default=16, help="rows of --seq-length tokens per GPU and step (16)")
-    add("-s", "--seq-length", type=int, default=1024, help="tokens of a row, and the most of a sample (1024)")
-    add("--log-freq", type=int, default=1, help="steps between records (1)")
-    add("--ckpt-freq", type=int, default=500, help="steps between checkpoints (500)")
-    add("--comet-project-name", help="Comet project (distributed-training-demo)")
-    add("--comet-workspace", help="Comet workspace (intro-ai)")
-    if script == "single-gpu":
-        add("--device", choices=["cpu", "cuda"], default="cpu" if device() == "cpu" else "cuda")
-        add("--dtype", choices=["fp32", "fp16", "bf16"], default="bf16")
-    if script == "fsdp":
-        add("--cpu-offload", action="store_true", help="keep the state in host memory")
-    add("overrides", nargs="*", default=[], metavar="section.name=value", help=OVERRIDES_HELP)
-    return parser
 
 
 def to_config(script: str, args: argparse.Namespace) -> Config:
@@ -105,5 +80,8 @@ def _track(args: argparse.Namespace, script: str) -> dict[str, Any]:
 
 def main(script: Literal["single-gpu", "ddp", "fsdp"]) -> int:
     """`train-llm.py` of 01-single-gpu, 02-ddp or 03-fsdp: train, alone or as the rank that torchrun started."""
-    args = _parser(script).parse_intermixed_args()
+    words = {"description": f"Fine-tune ({script}).", "allow_abbrev": False}
+    parser = parser_of("train-llm.py", script, "overrides", **words)
+    parser.set_defaults(**({"device": "cpu" if device() == "cpu" else "cuda"} if script == "single-gpu" else {}))
+    args = parser.parse_intermixed_args()
     return run(lambda: to_config(script, args))

@@ -12,18 +12,15 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_
 from flatout import ProblemsError, Run, UsageError, train
 from flatout.api.data import data_set_entry, load_tokenizer, open_data_set, render
 from flatout.api.settings import Config, expand, make_config
+from flatout_migrate.call_arguments import PEFT_DEFAULTS
 from flatout_migrate.doors.launched import device
 from flatout_migrate.training_arguments import NULLABLE, TRAINING_ARGUMENTS
-from flatout_migrate.translation import Rule, Translation, rules_of, translate
+from flatout_migrate.translation import Rule, Translation, read_table, rules_of, translate
 
 # the key of a registry entry under which `hypersloth-build-dataset` writes how it built the data set
 HOW = "hypersloth"
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # Unsloth's names of the chat templates that flatout has too
-TEMPLATES = {name: name for name in ("chatml", "mistral", "zephyr", "alpaca", "gemma", "llama-3", "qwen3")} | {
-    "llama3": "llama-3", "qwen-3": "qwen3", "gemma2": "gemma", "gemma3": "gemma", "gemma-3": "gemma",
-    "phi-3": "phi", "phi-3.5": "phi", "phi-35": "phi",
-}  # fmt: skip
+TEMPLATES: Mapping[str, str] = read_table("hypersloth")["templates"]
 MODEL_ARGUMENTS = rules_of("hypersloth", "of the model")
 LORA_ARGUMENTS = rules_of("hypersloth", "of LoRA")
 ARGUMENTS: Mapping[str, Rule] = {**TRAINING_ARGUMENTS, **rules_of("hypersloth")}
@@ -119,7 +116,7 @@ class LoraArgs(Settings):
 
     r: int = 8
     lora_alpha: float = 8
-    target_modules: list[str] | str = TARGETS
+    target_modules: list[str] | str = PEFT_DEFAULTS["target_modules"]
 
 
 class TrainingArgsConfig(Settings):
@@ -147,6 +144,10 @@ class RunConfig(Settings):
     lora_args: LoraArgs | None = LoraArgs()
     pretrained_lora: str | None = None
 
+    def choices(self) -> tuple[list[int], str, str | None]:
+        """Return the GPUs, which tokens have loss, and the name of the chat template."""
+        raise NotImplementedError
+
     def translated(self, training: TrainingArgsConfig, gpus: list[int]) -> dict[str, Any]:
         """Return flatout's settings. Raises ProblemsError with everything that is refused."""
         model, lora = self.fast_model_args, self.lora_args
@@ -168,8 +169,9 @@ class RunConfig(Settings):
             settings["device"] = "cpu"
         return {**settings, "gpus": gpus}
 
-    def resolved(self, training: TrainingArgsConfig, gpus: list[int], loss: str, template: str | None) -> Config:
+    def to_config(self, training: TrainingArgsConfig) -> Config:
         """Return flatout's configuration. Raises a UsageError that names every setting flatout cannot honor."""
+        gpus, loss, template = self.choices()
         settings, data = self.translated(training, gpus), self.data
         loss = loss if data.response_only else "all"
         own: dict[str, Any] = {"root": str(data.data_dir), "loss_type": loss, "tokenizer": data.tokenizer_name}
@@ -190,10 +192,9 @@ class HyperConfig(RunConfig):
 
     training: TrainingConfig = TrainingConfig()
 
-    def to_config(self, training: TrainingArgsConfig) -> Config:
-        """Return flatout's configuration, as `resolved`."""
+    def choices(self) -> tuple[list[int], str, str | None]:
         where = self.training
-        return self.resolved(training, where.gpus, where.loss_type, where.chat_template or self.data.chat_template)
+        return where.gpus, where.loss_type, where.chat_template or self.data.chat_template
 
 
 def data_source(data: DataConfig, max_tokens: int | None, loss: str, *, has_template: bool) -> dict[str, Any]:
@@ -237,6 +238,6 @@ def run_multiprocess_training(gpus: list[int], hyper_config: HyperConfig, traini
     return train(hyper_config.to_config(training_config))
 
 
-def setup_envs(hyper_config: HyperConfig, training_config: TrainingArgsConfig) -> None:
+def setup_envs(config: RunConfig, training_config: TrainingArgsConfig) -> None:
     """Check all settings and print the global batch size."""
-    print(f"Global batch size: {hyper_config.to_config(training_config).batch.samples_per_step}")
+    print(f"Global batch size: {config.to_config(training_config).batch.samples_per_step}")

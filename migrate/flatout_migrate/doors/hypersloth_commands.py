@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import time
-from argparse import ArgumentParser
-from pathlib import Path
 
 from flatout.api.commands import exit_code_of
 from flatout.api.data import annotate_data_set
 from flatout.api.settings import run_python, save_config
 from flatout_migrate.doors import flatout_command as main
+from flatout_migrate.doors import parser_of
 from flatout_migrate.doors.hypersloth import HOW, HyperConfig, TrainingArgsConfig
 
 
 def build_dataset() -> int:
     """`hypersloth-build-dataset`, and `scripts/build_dataset.py NAME`: tokenize rows into a named data set."""
-    parser = ArgumentParser(prog="hypersloth-build-dataset")
-    where, add = parser.add_mutually_exclusive_group(required=True), parser.add_argument
-    where.add_argument("dataset", nargs="?", help="hub id, as --hf_dataset")
-    where.add_argument("--hf_dataset", help="hub id of a data set")
-    where.add_argument("--local_path", help="local file with conversations")
-    add("-n", "--num_samples", type=int, help="rows to draw with --seed (1000 of a hub data set, all of a file)")
-    add("--seed", type=int, default=3407, help="seed for drawing rows (3407)")
-    add("--split", help="split of a hub data set (train)")
-    add("--output_path", type=Path, default=Path("data/built_dataset"), help="folder (data/built_dataset)")
-    add("--tokenizer_name", "--tokenizer", required=True, help="hub id or folder of the tokenizer")
-    add("--name", help="name of the data set")
-    add("--print_samples", action="store_true", help="print the first samples as text")
-    args = parser.parse_args()
+    args = parser_of("hypersloth-build-dataset").parse_args()
     hub, path = args.hf_dataset or args.dataset, args.output_path
     root = path.parent if path.name == "built_dataset" else path
     number = args.num_samples or (1000 if hub else None)
@@ -49,11 +36,7 @@ def build_dataset() -> int:
 
 def train() -> int:
     """`hypersloth-train CONFIG.py [--tmux NAME] [section.name=value ...]`: train on the GPUs that it names."""
-    parser = ArgumentParser(prog="hypersloth-train")
-    parser.add_argument("config", type=Path, help="a Python file, which runs as code, with HyperSloth's classes")
-    parser.add_argument("--tmux", metavar="NAME", help="run in a tmux session NAME, with a window NAME_gpu_N per GPU")
-    parser.add_argument("overrides", nargs="*", metavar="section.name=value", help="settings of flatout")
-    args = parser.parse_args()
+    args = parser_of("hypersloth-train").parse_args()
 
     def run() -> int:
         variables = run_python(args.config)
@@ -71,10 +54,6 @@ def train() -> int:
 
 def export() -> int:
     """`hypersloth-export LORA_PATH`: merge an adapter into its base model."""
-    parser = ArgumentParser(prog="hypersloth-export")
-    parser.add_argument("lora_path", help="run folder, or adapter folder")
-    parser.add_argument("--base_model_name_or_path", help="base model to use instead of the adapter's own")
-    parser.add_argument("--output_path", help="output folder (LORA_PATH/merged)")
-    args = parser.parse_args()
+    args = parser_of("hypersloth-export").parse_args()
     base = ["--base", args.base_model_name_or_path] if args.base_model_name_or_path else []
     return main(["merge", args.lora_path, "--out", args.output_path or f"{args.lora_path}/merged", *base])

@@ -11,8 +11,6 @@ from flatout.api.commands import exit_code_of
 from flatout.api.ranks import this_rank
 from flatout.api.settings import Config, expand, make_config
 
-OVERRIDES_HELP = "settings of flatout, which replace those of the flags"
-
 
 def device() -> str:
     """Return the device: cpu if ACCELERATE_USE_CPU says so, which transformers and accelerate read too."""

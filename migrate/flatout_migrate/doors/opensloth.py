@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Literal
 
 from flatout import Run, train
-from flatout.api.settings import Config
 from flatout_migrate.doors import hypersloth
-from flatout_migrate.doors.hypersloth import DataConfig, LoraArgs, RunConfig, TrainingArgsConfig
+from flatout_migrate.doors.hypersloth import DataConfig, LoraArgs, RunConfig, TrainingArgsConfig, setup_envs
 
 DatasetConfigBase = HFDatasetConfig = PathDatasetConfig = DataConfig
 TrainingArguments = TrainingConfig = TrainingArgsConfig
-__all__ = ["DatasetConfigBase", "HFDatasetConfig", "LoraArgs", "PathDatasetConfig", "TrainingArguments"]
+__all__ = ["DatasetConfigBase", "HFDatasetConfig", "LoraArgs", "PathDatasetConfig", "TrainingArguments", "setup_envs"]
 
 
 class FastModelArgs(hypersloth.FastModelArgs):
@@ -29,9 +28,8 @@ class OpenSlothConfig(RunConfig):
     sequence_packing: bool = True
     log_level: Literal["info"] = "info"
 
-    def to_config(self, training: TrainingArgsConfig) -> Config:
-        """Return flatout's configuration, as `resolved`."""
-        return self.resolved(training, self.devices, "response_only", self.data.chat_template)
+    def choices(self) -> tuple[list[int], str, str | None]:
+        return self.devices, "response_only", self.data.chat_template
 
 
 def run_mp_training(gpus: list[int], opensloth_config: OpenSlothConfig, training_config: TrainingArgsConfig) -> Run:
@@ -40,8 +38,3 @@ def run_mp_training(gpus: list[int], opensloth_config: OpenSlothConfig, training
         print("sequence_packing=False: packed samples never see each other, so the results are those without packing")
     opensloth_config.devices = gpus
     return train(opensloth_config.to_config(training_config))
-
-
-def setup_envs(opensloth_config: OpenSlothConfig, training_config: TrainingArgsConfig) -> None:
-    """Check all settings and print the global batch size."""
-    print(f"Global batch size: {opensloth_config.to_config(training_config).batch.samples_per_step}")

@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from flatout import UsageError
 from flatout.api.data import CHAT_COLUMNS, TEMPLATES, MessageReader, end_of_turn, template_text
-from flatout_migrate.translation import any_value, each, off, translate
+from flatout_migrate.translation import any_value, each, off, read_table, translate
 
 if TYPE_CHECKING:
     from flatout_migrate.unsloth.trainer import SFTTrainer
 
-_NAMES = {"llama3": "llama-3", "qwen-3": "qwen3", "phi-3": "phi", "phi-3.5": "phi", "phi-35": "phi", "gemma2": "gemma"}
+_NAMES: Mapping[str, str] = read_table("unsloth")["templates"]
 # a template that comes with its models: the start of its names, and text that the tokenizer's own must contain
-_SHIPPED = {
-    "llama": "<|start_header_id|>", "qwen": "<|im_start|>", "gemma": "<start_of_turn>", "phi-4": "<|im_sep|>",
-    "mistral": "[INST]",
-}  # fmt: skip
+_SHIPPED: Mapping[str, str] = read_table("unsloth")["templates of models"]
 # lets a template read turns with other keys and roles, and adds a system turn where there is none
 _PRELUDE = """{%%- set told = namespace(turns=[]) -%%}{%%- set roles = %(roles)s -%%}
 {%%- for turn in messages -%%}{%%- if %(role)s in turn and 'role' not in turn -%%}

@@ -2,102 +2,72 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
-from flatout import UsageError
 from flatout_migrate import translation as t
-from flatout_migrate.call_arguments import ARGUMENTS
-from flatout_migrate.preference import defaults_of, rules_of_method
-from flatout_migrate.unsloth.trainer import SFTConfig, SFTTrainer
+from flatout_migrate.preference import defaults_of
+from flatout_migrate.unsloth.trainer import SFTConfig, SFTTrainer, listed
 
 
-class DPOConfig(SFTConfig):
+class DPOConfig(SFTConfig, method="dpo"):
     """TRL's arguments of DPOTrainer; one that flatout cannot honour raises ProblemsError here."""
 
-    method: ClassVar[str] = "dpo"
-    table = {**ARGUMENTS, **rules_of_method("dpo")}
 
-    def __init__(self, output_dir: str = "trainer_output", **given: Any) -> None:
-        self.__dict__["defaults"] = defaults_of(self.method, given)
-        super().__init__(output_dir, **given)
-
-
-class CPOConfig(DPOConfig):
+class CPOConfig(SFTConfig, method="cpo"):
     """TRL's arguments of CPOTrainer, which also trains SimPO."""
 
-    method = "cpo"
-    table = {**ARGUMENTS, **rules_of_method("cpo")}
 
-
-class ORPOConfig(DPOConfig):
+class ORPOConfig(SFTConfig, method="orpo"):
     """TRL's arguments of ORPOTrainer."""
 
-    method = "orpo"
-    table = {**ARGUMENTS, **rules_of_method("orpo")}
 
-
-class KTOConfig(DPOConfig):
+class KTOConfig(SFTConfig, method="kto"):
     """TRL's arguments of KTOTrainer."""
 
-    method = "kto"
-    table = {**ARGUMENTS, **rules_of_method("kto")}
 
-
-class RewardConfig(DPOConfig):
+class RewardConfig(SFTConfig, method="reward"):
     """TRL's arguments of RewardTrainer."""
 
-    method = "reward"
-    table = {
-        **ARGUMENTS,
-        **rules_of_method("reward"),
-        "task_type": t.only(("SEQ_CLS", "CAUSAL_LM"), "adapters of a model that scores: write SEQ_CLS"),
-    }
+
+_SCORES = t.only(("SEQ_CLS", "CAUSAL_LM"), "adapters of a model that scores: write SEQ_CLS")
+RewardConfig.table = {**RewardConfig.table, "task_type": _SCORES}
 
 
-class DPOTrainer(SFTTrainer):
-    """TRL's DPOTrainer: `train()` is `flatout.train` on pairs of answers. `ref_model` is None: the model at step 0.
+class CPOTrainer(SFTTrainer):
+    """TRL's CPOTrainer: `train()` is `flatout.train` on pairs of answers; `loss_type="simpo"` is SimPO.
 
     Raises ProblemsError that names every argument that flatout cannot honour.
     """
 
-    config: type[SFTConfig] = DPOConfig
+    config: type[SFTConfig] = CPOConfig
     too_long = "drop"
-
-    def __init__(self, model: Any, ref_model: Any = None, args: Any = None, *more: Any, **given: Any) -> None:
-        super().__init__(model, args, *more, ref_model=ref_model, **given)
 
     def _given_and_defaults(self) -> tuple[dict[str, Any], dict[str, Any]]:
         settings, _ = super()._given_and_defaults()
         if "seed" in settings:  # their notebooks give another to get_peft_model; here one seed does both
             settings.pop("random_state", None)
-        defaults = defaults_of(self.config.method, settings)  # type: ignore[attr-defined]
+        defaults = defaults_of(self.config.method, settings)
         if "max_seq_length" in settings:
             defaults.pop("max_length")
         return settings, defaults
 
     def _rows(self, dataset: Any) -> tuple[Any, dict[str, Any]]:
-        from datasets import Dataset, IterableDataset
-
-        if dataset is None:
-            raise UsageError("train_dataset is missing; pass a datasets.Dataset, rows, or the path of a file")
-        if isinstance(dataset, list | IterableDataset):
-            dataset = Dataset.from_list([dict(row) for row in dataset])
-        return dataset, {}
-
-
-class CPOTrainer(DPOTrainer):
-    """TRL's CPOTrainer, which has no reference; `loss_type="simpo"` is SimPO."""
-
-    config: type[SFTConfig] = CPOConfig
-
-    def __init__(self, model: Any, args: Any = None, *more: Any, **given: Any) -> None:
-        SFTTrainer.__init__(self, model, args, *more, **given)
+        return listed(dataset), {}
 
 
 class ORPOTrainer(CPOTrainer):
     """TRL's ORPOTrainer."""
 
     config = ORPOConfig
+
+
+class DPOTrainer(CPOTrainer):
+    """TRL's DPOTrainer. `ref_model` is None: the model at step 0."""
+
+    config: type[SFTConfig] = DPOConfig
+
+    def __init__(self, model: Any, ref_model: Any = None, args: Any = None, *more: Any, **given: Any) -> None:
+        super().__init__(model, args, *more, ref_model=ref_model, **given)
 
 
 class KTOTrainer(DPOTrainer):

@@ -18,6 +18,7 @@ from flatout import Callback, UsageError, build_data, train
 from flatout.api.data import CHAT_COLUMNS, load_tokenizer
 from flatout.api.ranks import this_rank
 from flatout_migrate.call_arguments import ARGUMENTS, PEFT_DEFAULTS, changed_fields, settings_of
+from flatout_migrate.preference import defaults_of, rules_of_method
 from flatout_migrate.training_arguments import SFT_DEFAULTS, TRANSFORMERS_DEFAULTS
 from flatout_migrate.translation import Rule
 from flatout_migrate.unsloth.distributed_utils import cleanup_distributed_training
@@ -33,11 +34,17 @@ class SFTConfig:
     An argument that was not given reads as that library's default.
     """
 
+    method: ClassVar[str] = ""
     defaults: Mapping[str, Any] = SFT_DEFAULTS
     table: ClassVar[Mapping[str, Rule]] = ARGUMENTS
 
+    def __init_subclass__(cls, method: str = "") -> None:
+        cls.method, cls.table = method, {**ARGUMENTS, **(rules_of_method(method) if method else {})}
+
     def __init__(self, output_dir: str = "trainer_output", **given: Any) -> None:
         self.__dict__["given"] = {"output_dir": output_dir, **given}
+        if self.method:
+            self.__dict__["defaults"] = defaults_of(self.method, given)
         settings_of(self.given, type(self).__name__, self.defaults, table=self.table)
 
     def __getattr__(self, name: str) -> Any:
@@ -226,20 +233,17 @@ class SFTTrainer:
 
     def _rows(self, dataset: Any) -> tuple[Any, dict[str, Any]]:
         """Return the rows with the column that is read, and the settings of `data` for them. Raises UsageError."""
-        from datasets import Dataset, IterableDataset
+        from datasets import Dataset
 
         settings, _ = self._given_and_defaults()
         field, formatting_func = settings.get("dataset_text_field") or "text", settings.get("formatting_func")
-        if dataset is None:
-            raise UsageError("train_dataset is missing; pass a datasets.Dataset, rows, or the path of a file")
-        if formatting_func is not None:
+        if formatting_func is not None and dataset is not None:
             # for one row, or for all of its columns at once
             is_single = isinstance(formatting_func(dataset[0]), str)
             dataset = {field: [formatting_func(row) for row in dataset] if is_single else formatting_func(dataset[:])}
             dataset = Dataset.from_dict(dataset)
         reads_pictures = isinstance(settings.get("data_collator"), UnslothVisionDataCollator)
-        if isinstance(dataset, list | IterableDataset) and not reads_pictures:
-            dataset = Dataset.from_list([dict(row) for row in dataset])
+        dataset = listed(dataset, reads_pictures=reads_pictures)
         names = dataset.column_names if isinstance(dataset, Dataset) else []
         if field not in names:
             if names and field != "text":
@@ -263,6 +267,16 @@ class SFTTrainer:
 
 class UnslothTrainer(SFTTrainer):
     """Unsloth's name for it."""
+
+
+def listed(dataset: Any, *, reads_pictures: bool = False) -> Any:
+    """Return rows in memory as a data set, except for pictures. Raises UsageError for none."""
+    from datasets import Dataset, IterableDataset
+
+    if dataset is None:
+        raise UsageError("train_dataset is missing; pass a datasets.Dataset, rows, or the path of a file")
+    is_listed = isinstance(dataset, list | IterableDataset) and not reads_pictures
+    return Dataset.from_list([dict(row) for row in dataset]) if is_listed else dataset
 
 
 def _wrapped(model: Any, peft_config: Any) -> Model:

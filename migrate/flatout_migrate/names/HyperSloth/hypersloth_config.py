@@ -1,14 +1,3 @@
-from flatout_migrate.doors.hypersloth import (
-    DataConfig,
-    DataConfigHF,
-    DataConfigShareGPT,
-    FastModelArgs,
-    HFDatasetConfig,
-)
-from flatout_migrate.doors.hypersloth import (
-    HyperConfig,
-    LoraArgs,
-    PathDatasetConfig,
-    TrainingArgsConfig,
-    TrainingConfig,
-)
+from flatout_migrate.doors.hypersloth import DataConfig, DataConfigHF, DataConfigShareGPT, FastModelArgs
+from flatout_migrate.doors.hypersloth import HFDatasetConfig, HyperConfig, LoraArgs, PathDatasetConfig
+from flatout_migrate.doors.hypersloth import TrainingArgsConfig, TrainingConfig

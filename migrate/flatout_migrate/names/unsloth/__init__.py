@@ -1,2 +1,1 @@
 from flatout_migrate.unsloth import *
-from flatout_migrate.unsloth import FastModel

@@ -1,18 +1,1 @@
-from flatout_migrate.unsloth.distributed_utils import (
-    cleanup_distributed_training,
-    gather_tensor_across_gpus,
-    get_device_map_for_distributed,
-    get_local_rank,
-    get_optimal_device_map,
-    get_rank,
-    get_world_size,
-    is_distributed_available,
-    is_distributed_initialized,
-    is_main_process,
-    print_distributed_info,
-    reduce_tensor_across_gpus,
-    setup_distributed_training,
-    sync_gradients_across_gpus,
-    validate_distributed_environment,
-    wait_for_everyone,
-)
+from flatout_migrate.unsloth.distributed_utils import *

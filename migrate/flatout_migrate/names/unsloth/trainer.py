@@ -1,7 +1,2 @@
-from flatout_migrate.unsloth.trainer import (
-    SFTConfig,
-    SFTTrainer,
-    UnslothTrainer,
-    UnslothTrainingArguments,
-    UnslothVisionDataCollator,
-)
+from flatout_migrate.unsloth.trainer import SFTConfig, SFTTrainer, UnslothTrainer, UnslothTrainingArguments
+from flatout_migrate.unsloth.trainer import UnslothVisionDataCollator
