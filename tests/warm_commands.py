@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from multiprocessing.connection import wait
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 from warm_process import FILES, WarmProcess
 
@@ -63,11 +62,12 @@ class WarmCommands:
             words, env, names, cwd, pid = json.loads(request)
             env |= {name: str(fd) for name, fd in zip(names, fds, strict=True)} | {"WARM_PYTHON": self.python}
             output = Path(f"/proc/{pid}/fd/1")
-            process: Any = WarmProcess(words, env, output, Path(cwd), append=True)
+            process = WarmProcess(words, env, output, Path(cwd), append=True)
             for fd in fds:
                 os.close(fd)
             while process.poll() is None and Path(f"/proc/{pid}").exists():
-                wait([process._process.sentinel], timeout=1)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=1)
             if process.poll() is None:
                 process.terminate()
             code = process.wait()

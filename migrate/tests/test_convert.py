@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from usual import every
 
 from flatout.cli.main import main
 from flatout.config.read import load_config
@@ -151,7 +152,7 @@ def test_errors_know_the_names_of_others(tmp_path: Path, capsys: pytest.CaptureF
     assert f"{name}: unknown key; did you mean {FOREIGN_NAMES[name]}?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("suffix", [".py", ".jsonl", ".json", ".sh"])
+@pytest.mark.parametrize("suffix", every(4, [".py", ".jsonl", ".json", ".sh"]))
 def test_yaml_is_written_into_no_file_of_another_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], suffix: str
 ) -> None:

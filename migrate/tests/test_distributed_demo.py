@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typed import settings_typed
 
 import flatout
 from flatout.data.token_store import TokenStore
@@ -43,18 +44,8 @@ def type_in(patch: pytest.MonkeyPatch, script: Any, tiny: Any, data: Path, *flag
 def settings_of(tiny: Any, texts: Path) -> Any:
     """The settings that flags become, by dotted name."""
 
-    def flatten(values: dict[str, Any], prefix: str = "") -> Any:
-        for name, value in values.items():
-            yield prefix + name, value
-            if isinstance(value, dict):
-                yield from flatten(value, f"{prefix}{name}.")
-
     def resolve(script: Any, *flags: str, data: Path = texts) -> dict[str, Any]:
-        kept: list[Any] = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(distributed_demo, "run", lambda make: kept.append(make()))
-            type_in(patch, script, tiny, data, *flags)
-        return dict(flatten(kept[0].model_dump(mode="json")))
+        return settings_typed(distributed_demo, lambda patch: type_in(patch, script, tiny, data, *flags))
 
     return resolve
 
@@ -216,9 +207,9 @@ def test_the_batch_needs_a_number_of_tokens(
     assert "data.max_tokens: null" in capsys.readouterr().err
 
 
-def test_runs_without_a_name_are_apart(tiny: Any, texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for dtype in ("fp32", "bf16"):
-        assert type_in(monkeypatch, "single-gpu", tiny, texts, "--device", "cpu", "--dtype", dtype, *SMALL) == 0
-    names = [path.name for path in Path("outputs").iterdir()]
-    assert len(names) == 2
-    assert all(name.startswith("single-gpu-") for name in names)
+def test_runs_without_a_name_are_apart(settings_of: Any) -> None:
+    cpu = ("--device", "cpu", "-s", "64")
+    first, again, other = (settings_of("single-gpu", *cpu, "--dtype", dtype) for dtype in ("fp32", "fp32", "bf16"))
+    assert first["name"].startswith("single-gpu-")
+    assert (first["run_dir"], first["run_dir"]) == (f"../outputs/{first['name']}", again["run_dir"])
+    assert other["run_dir"] != first["run_dir"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from usual import every
 
 from flatout.cli.main import main
 from flatout.config.read import load_config
@@ -22,7 +23,7 @@ def converted(folder: Path, text: str, *words: str, name: str = "run.sh") -> dic
     return values
 
 
-@pytest.mark.parametrize("kind", ["dpo", "kto"])
+@pytest.mark.parametrize("kind", every(2, ["dpo", "kto"]))
 def test_rows_of_ms_swift_train(tiny: Any, tmp_path: Path, kind: str) -> None:
     rows = []
     for k in range(8):

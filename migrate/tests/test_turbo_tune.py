@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from typed import settings_typed
 
 import flatout
 from flatout.data.token_store import TokenStore
@@ -38,22 +39,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def settings_of(tiny: Any, rows: Path) -> Any:
     """The settings that flags become, by dotted name."""
-
-    def resolve(*flags: str) -> dict[str, Any]:
-        kept: list[Any] = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(turbo_tune, "run", lambda make: kept.append(make()))
-            type_in(patch, tiny, rows, *flags)
-        return dict(flatten(kept[0].model_dump(mode="json")))
-
-    return resolve
-
-
-def flatten(values: dict[str, Any], prefix: str = "") -> Any:
-    for name, value in values.items():
-        yield prefix + name, value
-        if isinstance(value, dict):
-            yield from flatten(value, f"{prefix}{name}.")
+    return lambda *flags: settings_typed(turbo_tune, lambda patch: type_in(patch, tiny, rows, *flags))
 
 
 def type_in(patch: pytest.MonkeyPatch, tiny: Any, rows: Path, *flags: str) -> int:
@@ -180,8 +166,15 @@ def test_a_run_trains_on_answers_only(
     assert saved["data"]["template"] == "plain"
 
 
-@pytest.mark.parametrize("installed", [False, True])
-@pytest.mark.parametrize("script", ["qwen3_sft.sh", "qwen3_sft_multinode.sh"])
+@pytest.mark.parametrize(
+    ("script", "installed"),
+    [
+        ("qwen3_sft.sh", False),
+        ("qwen3_sft_multinode.sh", False),
+        ("qwen3_sft_multinode.sh", True),
+        pytest.param("qwen3_sft.sh", True, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_all_missing_packages_are_said_at_once_before_ranks_start(
     tiny: Any, rows: Path, tmp_path: Path, script: str, installed: bool
 ) -> None:

@@ -161,7 +161,9 @@ class Runner:
         warm = [self.warm] if self.warm and case.get("fast") else []
         env = {
             **os.environ,
-            "PATH": os.pathsep.join(map(str, [*warm, self.root / "bin", Path(sys.executable).parent, os.environ["PATH"]])),
+            "PATH": os.pathsep.join(
+                map(str, [*warm, self.root / "bin", Path(sys.executable).parent, os.environ["PATH"]])
+            ),
             "PYTHONPATH": os.pathsep.join(map(str, (ROOT, MIGRATE, names))),
             "REPOSITORY": str(ROOT),
             "HF_HUB_OFFLINE": "1",
