@@ -80,7 +80,7 @@ class OptimConfig(Section):
     """A class in a file of your own instead, which runs as code: lion.py:Lion (docs/extending.md)."""
     lr: Annotated[float, _AUTO, WithJsonSchema(_LR_SCHEMA)] = LR_OF_METHOD["lora"]
     """Peak learning rate; auto or unset: 2e-4 for method: lora, 1e-5 for method: full, and other rates for preference
-    losses, reward models and classifiers (docs/preference.md)."""
+    and policy losses, reward models and classifiers (docs/preference.md)."""
     beta1: Share = 0.9
     """Decay rate of the first moment (AdamW); momentum (SGD)."""
     beta2: Share = 0.999

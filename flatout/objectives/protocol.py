@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 from pydantic import PrivateAttr, ValidationError
 
 from flatout.config.data import Format
-from flatout.config.objective import MOVING, NO_MOVING
+from flatout.config.objective import ANSWERS, MOVING, NO_MOVING
 from flatout.config.optim import LR_OF_METHOD
 from flatout.config.section import Section
 
@@ -146,7 +146,8 @@ class Objective(Section):
     @property
     def line(self) -> str:
         fields = ", ".join(f"{name} {value}" for name, value in self.model_dump(mode="json").items())
-        per = {"labels": "label token", "samples": "sample", "units": "unit"}.get(self.normalizer, self.normalizer)
+        names = {"labels": "label token", "samples": "sample", "units": "unit", ANSWERS: "answer"}
+        per = names.get(self.normalizer, self.normalizer)
         return f"{self.name}{f' ({fields})' if fields else ''}, per {per}"
 
     def notes(self, totals: Mapping[str, float]) -> Iterable[str]:
