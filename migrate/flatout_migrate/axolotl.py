@@ -171,7 +171,6 @@ AXOLOTL: Mapping[str, Rule] = {
     **t.each("lora_target_modules lora_target_linear lora_target_parameters", _modules),
     **t.each("batch_size per_device_train_batch_size gradient_accumulation_steps", _batch),
     "warmup_ratio": lambda given: hf.warmup(given) if given.value is not None else Became({}, _WARMUP, check=True),
-    "revision_of_model": hf.MODEL_ARGUMENTS["revision"],
     **t.each("model_type tokenizer_type", _class_name),
     "datasets": _sources,
     "chat_template": template(_TABLE["templates"]),
@@ -184,7 +183,5 @@ AXOLOTL: Mapping[str, Rule] = {
     **t.each("save_steps save_strategy", hf.interval("checkpoint.every_steps", "save_strategy", "save_steps")),
     "plugins": _plugins,
     "special_tokens": _special_tokens,
-    "wandb_project": lambda given: Became({"track.to": ["wandb"], "track.project": given.value} if given.value else {}),
     "tokens": t.to("data.new_tokens", list, _NEW_ROWS, check=True),
-    "peft_layers_to_transform": lambda given: Became({"lora.layers": given.value} if _is_lora(given.all) else {}),
 }  # fmt: skip

@@ -159,7 +159,6 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     ),
     "lr_scheduler_kwargs": _schedule_arguments,
     **t.each("warmup_steps warmup_ratio", warmup),
-    "deepspeed": lambda given: Became({"strategy": "deepspeed", "deepspeed": given.value} if given.value else {}),
     **t.each("fsdp fsdp_config fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params", fsdp),
     "model_init_kwargs": t.nested(MODEL_ARGUMENTS),
     **t.each(
@@ -169,7 +168,6 @@ TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     **t.each("logging_steps logging_strategy", interval("log_every_steps", "logging_strategy", "logging_steps")),
     "report_to": report_to,
     "run_name": run_name,
-    "project": lambda given: Became({} if given.value == "huggingface" else {"track.project": given.value}),
     **t.each("save_strategy save_steps", interval("checkpoint.every_steps", "save_strategy", "save_steps")),
     "save_total_limit": lambda given: Became({"checkpoint.keep": int(given.number()) if given.value else 1_000_000}),
 }

@@ -335,7 +335,6 @@ def _rules(kinds: Mapping[str, Mapping[str, Any]]) -> dict[str, Rule]:
     for note, it in kinds.get("switches", {}).items():
         words = {name: it[name] for name in ("check", "otherwise") if name in it}
         rules |= each(it["names"], switch(it.get("settings", {}), note, **words))
-    rules |= {name: to(it["setting"], it["values"].get) for name, it in kinds.get("values", {}).items()}
     for names, rows in kinds.get("cases", {}).items():
         rules |= each(names, by_cases(rows))
     for name, it in kinds.get("choices", {}).items():
