@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import shutil
-import subprocess
-import sys
 import threading
 from importlib import import_module
 from pathlib import Path
@@ -369,22 +368,19 @@ def test_names_stay_functions():
     assert set(dir(flatout)) >= {"Config", "train", "load"}
 
 
-WRITE = """
-import sys
-from pathlib import Path
-from flatout.api.inputs import data_file
-print(data_file([{"text": sys.argv[1]}], Path("data/in_memory")))
-"""
-
-
 def test_copies_of_rows_that_nothing_uses_are_swept(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def written(text: str) -> Path:
         """A copy of rows that a process has written and left."""
-        command = [sys.executable, "-c", WRITE, text]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-        return Path(done.stdout.strip())
+
+        def write() -> None:
+            Path("written").write_text(str(data_file([{"text": text}], Path("data/in_memory"))))
+
+        process = multiprocessing.get_context("fork").Process(target=write)
+        process.start()
+        process.join()
+        return Path(Path("written").read_text())
 
     def named_by(run: str, copy: Path, *, is_finished: bool) -> None:
         run_identity(Path("runs") / run)
@@ -409,7 +405,7 @@ def test_copies_of_rows_that_nothing_uses_are_swept(tiny, tmp_path, monkeypatch)
     assert {path.name for path in Path("data/in_memory").glob("data-*")} > names
 
 
-@pytest.mark.parametrize("data", ["rows", "path"])
+@pytest.mark.parametrize("data", ["rows", pytest.param("path", marks=pytest.mark.exhaustive)])
 def test_a_plan_takes_what_training_takes_and_says_first_whether_it_fits(tiny, tmp_path, monkeypatch, data):
     monkeypatch.chdir(tmp_path)
     given: Any = rows_of(tiny) if data == "rows" else str(tiny.chats)

@@ -22,6 +22,7 @@ from flatout.config.read import dump_config
 from flatout.errors import CheckpointError, UsageError
 from flatout.io.file_lock import RunLock
 from flatout.track.run_log import RunNotes, write_notes
+from tests.usual import usual
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +58,14 @@ THREADED = """
 import threading, torch
 from flatout.objectives.cross_entropy import CrossEntropy
 
-class Own(CrossEntropy):
-    pass
-
 def work():
     while True:
         torch.zeros(100_000).sum()
 
-threading.Thread(target=work, daemon=True).start()
+class Own(CrossEntropy):
+    def __call__(self, tokens):
+        threading.Thread(target=work, daemon=True).start()
+        return super().__call__(tokens)
 """
 
 
@@ -169,7 +170,10 @@ def _words(words: str, path: str = "") -> list[str]:
     return re.split(r" (?=[a-z_.]+=)", words.format(path))
 
 
-@pytest.mark.parametrize("named", ["the file of settings", "an override", "a .py file", "a .py file's own code"])
+NAMED = ["the file of settings", "an override", "a .py file", "a .py file's own code"]
+
+
+@pytest.mark.parametrize("named", usual(NAMED, [NAMED[0], NAMED[3]]))
 def test_a_restart_keeps_the_files_of_settings_where_they_are(here, capsys, named):
     folder, overrides = here / "runs" / "run", ["strategy=deepspeed"]  # which one process needs no package for
     values, file = yaml.safe_load((here / "run.yaml").read_text()), "again.yaml"

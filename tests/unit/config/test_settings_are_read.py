@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def settings() -> list[str]:
     ]
 
 
-def reads() -> Iterator[tuple[str, str]]:
+def all_reads() -> Iterator[tuple[str, str]]:
     """(owner, attribute) of every attribute that code outside of flatout/config reads, and ("", text) of its texts."""
     for file in SOURCE.rglob("*.py"):
         if file.parent == SOURCE / "config":
@@ -62,7 +63,12 @@ def reads() -> Iterator[tuple[str, str]]:
                 yield "", node.value
 
 
-def unread(names: list[str], found: set[tuple[str, str]]) -> list[str]:
+@cache
+def reads() -> frozenset[tuple[str, str]]:
+    return frozenset(all_reads())
+
+
+def unread(names: list[str], found: Collection[tuple[str, str]]) -> list[str]:
     """Those of these settings that no code reads from their section."""
 
     def is_read(name: str) -> bool:
@@ -75,13 +81,12 @@ def unread(names: list[str], found: set[tuple[str, str]]) -> list[str]:
 
 
 def test_every_setting_is_read_outside_of_the_configuration():
-    assert unread(settings(), set(reads())) == []
+    assert unread(settings(), reads()) == []
 
 
 def test_a_setting_that_nothing_reads_is_found():
-    found = set(reads())
-    assert unread(["lora.zebra"], found) == ["lora.zebra"]
-    without = {(owner, name) for owner, name in found if name != "min_delta"}
+    assert unread(["lora.zebra"], reads()) == ["lora.zebra"]
+    without = {(owner, name) for owner, name in reads() if name != "min_delta"}
     assert unread(settings(), without) == ["eval.min_delta"]
 
 
