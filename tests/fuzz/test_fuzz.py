@@ -90,6 +90,7 @@ def test_the_judge_tells_good_ends_from_bad_ones(outcome, expected):
     assert found is None if expected is None else found is not None and expected in found
 
 
+@pytest.mark.exhaustive
 def test_the_runner_survives_hangs_deaths_and_tracebacks(tmp_path, monkeypatch):
     monkeypatch.setattr("fuzz_runner.HANG_S", 2)
 

@@ -275,8 +275,8 @@ BUGS = (
 )  # fmt: skip
 
 
-def plant(bug: Bug, copy: Path) -> None:
-    """Change the one place in a copy of the package. Fails when it is not there, or not once."""
+def plant(bug: Bug, copy: Path) -> Path:
+    """Change the one place in a copy of the package, in the file that is returned. Fails if it is not there once."""
     function, file = _function(bug.place, copy / "flatout")
     old, new = _parsed(bug.old), _parsed(bug.new)
     found = [(node, bound) for node in ast.walk(function) if _matches(old, node, bound := {})]
@@ -287,6 +287,7 @@ def plant(bug: Bug, copy: Path) -> None:
     text, code = b"".join(lines), ast.unparse(_Fill(bound).visit(new))
     code = f"({code})" if isinstance(node, ast.expr) else code
     file.write_bytes(text[:start] + code.encode() + text[end:])
+    return file
 
 
 def _function(place: str, package: Path) -> tuple[ast.AST, Path]:

@@ -75,7 +75,7 @@ def by_heart(tiny, tmp_path_factory):
     return {"model": {"name": str(folder / "model")}, "data": {"name": "by-heart", "sources": sources}}
 
 
-@pytest.fixture(params=["ordinary", "by heart"])
+@pytest.fixture(params=[pytest.param("ordinary", marks=pytest.mark.exhaustive), "by heart"])
 def learned(request):
     """Settings of a model that knows nothing yet, and of one that knows its data by heart."""
     settings: dict[str, Any] = request.getfixturevalue("by_heart") if request.param == "by heart" else {}
@@ -86,7 +86,7 @@ def failed(rows: dict[str, dict[str, Any]]) -> set[str]:
     return {case for case, row in rows.items() if row["verdict"] == "FAIL"}
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.exhaustive)])
 def test_a_model_that_knows_its_data_by_heart_agrees(tiny, tmp_path, by_heart, method):
     rows = verify_here(tiny, tmp_path, method=method, **by_heart)
     assert 1e-6 < rows["packed"]["loss"] < 1e-3

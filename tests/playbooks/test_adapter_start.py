@@ -51,9 +51,10 @@ def test_an_adapter_starts_from_values_of_ones_own(tiny, tmp_path, principal):
     assert any("PEFT" in str(line) for line in told.stages)
 
 
-def test_verify_starts_from_the_same_values(tiny, tmp_path, principal):
-    rows, _ = verify(config_of(tiny, tmp_path / "run", init_path=principal), num_ranks=2)
-    assert any(row.num_ranks == 2 and row.verdict == "ok" for row in rows), rows
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_verify_starts_from_the_same_values(tiny, tmp_path, principal, num_ranks):
+    rows, _ = verify(config_of(tiny, tmp_path / "run", init_path=principal), num_ranks=num_ranks)
+    assert any(row.num_ranks == num_ranks and row.verdict == "ok" for row in rows), rows
     assert [row for row in rows if row.verdict == "FAIL" or "init_path" in row.note] == []
 
 

@@ -92,6 +92,7 @@ def test_example_says_what_it_is_for_and_names_its_run(path):
     assert load_config(path).name != "run"
 
 
+@pytest.mark.exhaustive
 def test_lost_updates_shows_the_figures_of_its_page():
     done = subprocess.run(
         [sys.executable, FOLDER / "lost_updates.py"], capture_output=True, text=True, check=True,
