@@ -293,13 +293,13 @@ def plant(bug: Bug, copy: Path) -> Path:
 def _function(place: str, package: Path) -> tuple[ast.AST, Path]:
     """Find `place`: a function's name, behind its class's and a dot, or behind the file's and a colon."""
     named_file, _, place = place.rpartition(":")
-    line = f"def {place.rpartition('.')[2]}("
+    *outer, name = place.split(".")
     found = [
         (node, file)
         for file in sorted(package.rglob(named_file or "*.py"))
-        if line in (text := file.read_text())
-        for name, node in _functions(ast.parse(text), "")
-        if name == place
+        if f"def {name}(" in (text := file.read_text()) and all(one in text for one in outer)
+        for found_place, node in _functions(ast.parse(text), "")
+        if found_place == place
     ]
     assert len(found) == 1, f"{place} is in {[str(file) for _, file in found]}"
     return found[0]

@@ -18,12 +18,10 @@ from safetensors.torch import save_file
 from flatout.config.objective import OBJECTIVES, class_of_kind
 from flatout.config.schema import Config, SourceConfig
 from flatout.config.section import nested_kinds, paths_of
-from flatout.data import workers as workers_module
 from flatout.data.conversation import Origin, PictureSource
 from flatout.data.pictures.read import read_picture
 from flatout.data.rows.sources import open_source
 from flatout.data.token_store import TokenStore
-from flatout.data.workers import ROWS_PER_CHUNK
 from flatout.errors import FlatoutError, SecurityError
 from flatout.io.hub import hub_source
 from flatout.studio import trainings as trainings_module
@@ -420,12 +418,3 @@ def test_models_of_the_person_who_started_studio_are_read_with_their_links(works
                     act(settings)
     monkeypatch.delenv("FLATOUT_STUDIO_FOLDERS")
     assert hub_source(str(snapshot), None) == (str(snapshot), None)  # the command line reads what a person names
-
-
-def test_processes_that_tokenize_import_no_module_of_the_workspace(client, workspace, monkeypatch):
-    (workspace / "json.py").write_text("raise SystemExit('a module of the workspace was imported')")
-    rows = (workspace / "chats.jsonl").read_text()
-    (workspace / "chats.jsonl").write_text(rows * (2 * ROWS_PER_CHUNK // rows.count("\n") + 1))
-    monkeypatch.setattr(workers_module, "usable_procs", lambda wanted: 2)
-    body = {"settings": {**SETTINGS, "data.name": "x", "data.num_procs": "2"}, "source": "chats.jsonl"}
-    assert json.loads(client.post("/api/build", json=body).text.splitlines()[-1]) == {"result": "x"}
