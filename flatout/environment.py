@@ -39,6 +39,12 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
+def environment_of_child() -> dict[str, str]:
+    """Return the environment for a process beside a run: what describes this one as a rank does not apply to it."""
+    hidden = {*RANK_VARIABLES, LOGS, PARENT, SECRET, STORE_SOCKET}
+    return {name: value for name, value in os.environ.items() if name not in hidden}
+
+
 def set_environment(values: Mapping[str, str]) -> None:
     """Set variables of this process; those for CUDA and the process group only take effect before torch reads them."""
     os.environ.update(values)

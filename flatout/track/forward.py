@@ -26,7 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from flatout.config.folders import is_run_folder
 from flatout.config.track import TrackConfig
-from flatout.environment import LOGS, PARENT, RANK_VARIABLES, SECRET, STORE_SOCKET, environment
+from flatout.environment import environment, environment_of_child
 from flatout.errors import DataError, FlatoutError, ResourceError, reason_of
 from flatout.io.bounded_wait import to_stderr
 from flatout.io.durable_io import DurableIO
@@ -288,9 +288,6 @@ class TrackerProcess(Callback):
         self._checked_at = time.monotonic()
 
     def on_start(self, start: RunStart) -> None:
-        # what describes this process as a rank does not apply to that one
-        hidden = {*RANK_VARIABLES, LOGS, PARENT, SECRET, STORE_SOCKET}
-        env = {name: value for name, value in environment().items() if name not in hidden}
         trackers = self._folder / "trackers"
         self._linger = "half an hour" if start.settings.get("track.upload_final") else "a minute"
         try:
@@ -298,7 +295,7 @@ class TrackerProcess(Callback):
             trackers.chmod(0o700)
             # it outlives a killed run by what is left to send; -P: a wandb.py of this folder is not imported
             words = ["-P", "-m", "flatout.track.forward", str(self._folder.absolute()), str(os.getpid())]
-            self._process = start_python(words, trackers / LOG_NAME, env=env)
+            self._process = start_python(words, trackers / LOG_NAME, env=environment_of_child())
             (trackers / LOG_NAME).chmod(0o600)
         except (OSError, FlatoutError) as error:
             self._log(f"not started: {error}; `{self._again}` sends everything after the run")

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "doctor": _BELOW_TRAIN | {"trainer"},
     "profile": _BELOW_TRAIN | {"trainer"},
     "trainer": _BELOW_TRAIN,
-    "rollout": {"data", "models", "optim", "planner"},
+    "rollout": {"config", "data", "models", "optim", "planner"},
     "checkpoint": {"config", "optim", "parallel", "track"},
     "models": {"config", "kernels", "objectives"},
     "objectives": {"config"},

@@ -52,7 +52,7 @@ HOOKS = {
     "on_finalized_text",
     "_",
 }
-HOOKS |= {"get_data", "get_filename"}
+HOOKS |= {"get_data", "get_filename", "get_source"}
 # the median function has this many lines: neither crumbs nor scrolls
 LEAST_MEDIAN_LINES, MOST_MEDIAN_LINES = 8, 16
 
@@ -85,7 +85,7 @@ MAX_PACKAGE_LINES = {
     "parallel": 2_000,
     "planner": 3_500,
     "profile": 500,
-    "rollout": 2_000,
+    "rollout": 2_500,
     "studio": 1_500,
     "track": 3_000,
     "trainer": 7_000,

@@ -1,0 +1,307 @@
+"""Scores answers: by functions in child processes, which are started once and again after a hang or a crash."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain, groupby
+from multiprocessing import Pipe
+from pathlib import Path
+from threading import Event
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatout.config.own_code import OwnCode
+from flatout.config.rewards import RewardConfig
+from flatout.data.rows.converter import imported_files
+from flatout.data.workers import usable_procs
+from flatout.environment import environment_of_child
+from flatout.errors import Fix, UsageError, of_kind
+from flatout.io.bounded_wait import to_stderr
+from flatout.io.no_gpu import VISIBLE
+from flatout.io.own_files import start_python
+from flatout.io.redact import printable
+from flatout.rollout.rewards.child import COMMAND
+from flatout.rollout.rewards.ready import READY_REWARDS
+
+# for a file that is imported; beyond a call's own limit, where the child itself ends the call at that
+LOAD_S, GRACE_S = 300.0, 2.0
+POLL_S, END_S = 0.5, 2.0
+MAX_REPLY_BYTES, MAX_LOG_BYTES = 16 << 20, 64 << 20
+# calls of an async function that wait at the same time in one process
+CALLS_TOGETHER = 32
+
+
+Calls: TypeAlias = tuple[tuple[int, ...], ...]
+"""The answers of each call."""
+_Request: TypeAlias = tuple[int, Calls]
+"""A reward, and its calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An answer to score. The answers to one prompt stand one after the other."""
+
+    prompt: str
+    """As text."""
+    answer: str
+    """Without the stop token."""
+    token_ids: Sequence[int]
+    """Of the answer, a stop token included."""
+    row: Mapping[str, Any]
+    """The columns of the prompt's row; what JSON does not have reaches a function as text."""
+    origin: str
+    """Where the row was read, for messages; answers to one prompt have the same."""
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """The prompt's turns; None for a prompt that is a text."""
+
+
+class Scores:
+    """What the functions say of answers."""
+
+    values: NDArray[np.float64]
+    """(answers, functions), in the order of both; NaN: not scored."""
+    problems: Counter[str]
+    """By function: how many answers it failed on."""
+
+    def __init__(self, items: Sequence[Item], configs: Sequence[RewardConfig], log: Callable[[str], None]) -> None:
+        self.values, self.problems = np.full((len(items), len(configs)), np.nan), Counter()
+        self._items, self._configs, self._log = items, configs, log
+        self._num_left = np.full(len(items), len(configs))
+
+    @property
+    def total(self) -> NDArray[np.float64]:
+        """(answers,): the weighted sum over the functions that scored; NaN if none did."""
+        is_scored = ~np.isnan(self.values)
+        weighted = self.values * np.array([config.weight for config in self._configs])
+        return np.where(is_scored.any(axis=1), np.where(is_scored, weighted, 0.0).sum(axis=1), np.nan)
+
+    @property
+    def num_done(self) -> int:
+        """How many answers all functions have seen."""
+        return int(np.sum(self._num_left == 0))
+
+    def note(self, reward: int, calls: Calls, outcome: list[Any] | str) -> None:
+        """Take what a request gave: for each call, a number, None or a problem for each answer; or one problem.
+
+        Raises UsageError for a problem with on_error: stop.
+        """
+        config = self._configs[reward]
+        outcomes = [[outcome] * len(call) for call in calls] if isinstance(outcome, str) else outcome
+        for index, value in zip(chain(*calls), chain(*outcomes), strict=True):
+            self._num_left[index] -= 1
+            if not isinstance(value, str):
+                self.values[index, reward] = np.nan if value is None else value
+                continue
+            item, what = self._items[index], f"reward {config.title}" + (f" ({config.path})" if config.path else "")
+            text = printable(f"{what}: {value}; prompt: {item.origin}; answer: {item.answer[:80]!r}")
+            if config.on_error == "stop":
+                raise UsageError(
+                    text, [Fix({}, "correct it, or set its on_error to zero or skip, to count it and go on")]
+                )
+            if not self.problems[config.title]:
+                self._log(f"{text}; it counts as on_error: {config.on_error}, as all of this round do")
+            self.problems[config.title] += 1
+            self.values[index, reward] = 0.0 if config.on_error == "zero" else np.nan
+
+
+class _Child:
+    """A process that is started by its first question, and again by the next one after it was lost."""
+
+    def __init__(self, rewards: Sequence[Mapping[str, Any]], log_file: Path) -> None:
+        self._rewards, self._log_file = rewards, log_file
+        self._process: subprocess.Popen[bytes] | None = None
+        self._end, theirs = Pipe()
+        theirs.close()
+
+    def load(self) -> Any:
+        """Start it, and return the form of each function. Raises UsageError for a file or function not to be used."""
+        self._end, theirs = Pipe()
+        env = {"OMP_NUM_THREADS": "1", **environment_of_child(), VISIBLE: ""}
+        with theirs:
+            words = ["-P", "-c", COMMAND, json.dumps(sys.path), str(theirs.fileno())]
+            self._process = start_python(words, self._log_file, pass_fds=(theirs.fileno(),), env=env)
+        reply = self._reply({"rewards": self._rewards}, LOAD_S)
+        if isinstance(reply, str):
+            raise UsageError(f"the process that loads the reward functions {reply}; its output is in {self._log_file}")
+        if isinstance(reply, dict):
+            self.end()
+            raise of_kind(reply["kind"], reply["error"])
+        return reply
+
+    def ask(self, request: Mapping[str, Any], limit_s: float) -> Any:
+        """Return the reply, or what became of the process instead. Raises as `load`."""
+        if self._process is None:
+            self.load()
+        return self._reply(request, limit_s)
+
+    def _reply(self, request: Mapping[str, Any], limit_s: float) -> Any:
+        content = json.dumps({**request, "limit_s": limit_s}, default=_plain).encode()
+        try:
+            self._end.send_bytes(content)
+            if self._end.poll(limit_s):
+                return json.loads(self._end.recv_bytes(MAX_REPLY_BYTES))
+        except (OSError, EOFError, ValueError):
+            return self.end(END_S)
+        self.end()
+        return f"took more than {limit_s:g} s"
+
+    def end(self, wait_s: float = 0.0) -> str:
+        """End the process and what it started, unless it ends by itself in `wait_s`; return how it ended."""
+        process, self._process = self._process, None
+        self._end.close()
+        if process is None:
+            return "was ended"
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(wait_s)
+        code = process.returncode
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):  # it leads a group of its own
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(END_S)
+        if code is None:
+            return "broke the connection to its process"
+        why = f"{signal.Signals(-code).name}; memory may be short" if code < 0 else f"exit code {code}"
+        return f"ended its process with {why}"
+
+
+class Rewards:
+    """Reward functions in child processes: a context manager, which starts and ends them.
+
+    Entering it loads every function in one process. Raises UsageError, before any answer exists, for a file that cannot
+    be read or run, and for a function of no known form.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[RewardConfig],
+        log_file: Path,
+        *,
+        num_procs: int | None = None,
+        log: Callable[[str], None] = to_stderr,
+    ) -> None:
+        """Read the files of the functions without running them; what they print later goes to `log_file`, whose
+        folder exists.
+
+        `num_procs` are the processes, None: one per core up to 16. Raises UsageError.
+        """
+        self._configs, self._log_file, self._log = configs, log_file, log
+        codes = [OwnCode.read(config.path, "rollout.rewards", "reward") if config.path else None for config in configs]
+        self.digests = {
+            file: digest
+            for code in filter(None, codes)
+            for file, digest in {str(code.path): code.digest, **imported_files(code)}.items()
+        }
+        """The hash of each file of a function, and of the files beside it that it imports."""
+        described = [_described(config, code) for config, code in zip(configs, codes, strict=True)]
+        self._children = [_Child(described, log_file) for _ in range(usable_procs(num_procs))]
+        # the last one that answered is asked first: further ones start only if there is work for them
+        self._idle = queue.LifoQueue[_Child]()
+        self._forms: list[Mapping[str, Any]] = []
+
+    def __enter__(self) -> Self:
+        for config in self._configs:
+            rule = READY_REWARDS[config.kind].__doc__ if config.kind else f"{config.path} runs as code, beside the run"
+            self._log(f"reward {config.title}, weight {config.weight:g}: {' '.join(str(rule).split())}")
+        self._forms = self._children[0].load()
+        for child in reversed(self._children):
+            self._idle.put(child)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end_all(END_S)
+
+    def _end_all(self, wait_s: float = 0.0) -> None:
+        for child in self._children:
+            child.end(wait_s)
+
+    def score(self, items: Sequence[Item], on_progress: Callable[[int], None] = lambda done: None) -> Scores:
+        """Call all functions on all answers.
+
+        `on_progress` gets the number of answers that are scored, at least twice a second; what it raises, such as a
+        request to stop, ends the calls and is raised. Raises UsageError for what goes wrong with on_error: stop.
+        """
+        scores, requests = Scores(items, self._configs, self._log), [*self._requests(items)]
+        results, is_stopped = queue.SimpleQueue[tuple[_Request, Any]](), Event()
+
+        def ask(request: _Request) -> None:
+            child = self._idle.get_nowait()
+            try:
+                results.put((request, "" if is_stopped.is_set() else self._ask(child, request, items)))
+            except Exception as error:  # noqa: BLE001  (raised below)
+                results.put((request, error))
+            finally:
+                self._idle.put(child)
+
+        threads, num_waiting = ThreadPoolExecutor(len(self._children), "rewards"), len(requests)
+        try:
+            for request in requests:
+                threads.submit(ask, request)
+            while num_waiting:
+                on_progress(scores.num_done)
+                if (log := self._log_file).exists() and log.stat().st_size > MAX_LOG_BYTES:
+                    os.truncate(log, 0)
+                with suppress(queue.Empty):
+                    (reward, calls), outcome = results.get(timeout=POLL_S)
+                    num_waiting -= 1
+                    if isinstance(outcome, Exception):
+                        raise outcome
+                    if isinstance(outcome, str) and len(calls) > 1:  # one of them, alone, is at fault
+                        num_waiting += len(calls)
+                        for call in calls:
+                            threads.submit(ask, (reward, (call,)))
+                    else:
+                        scores.note(reward, calls, outcome)
+        finally:
+            is_stopped.set()
+            threads.shutdown(wait=False, cancel_futures=True)
+            if num_waiting:
+                self._end_all()
+            threads.shutdown()
+        on_progress(scores.num_done)
+        return scores
+
+    def _requests(self, items: Sequence[Item]) -> Iterator[_Request]:
+        keys = [(item.origin, item.prompt) for item in items]
+        groups = [tuple(group) for _, group in groupby(range(len(items)), keys.__getitem__)]
+        for reward, form in enumerate(self._forms):
+            calls = groups if form["form"] == "trl" else [(index,) for index in range(len(items))]
+            size = CALLS_TOGETHER if form["is_async"] else 1
+            yield from ((reward, tuple(calls[start : start + size])) for start in range(0, len(calls), size))
+
+    def _ask(self, child: _Child, request: _Request, items: Sequence[Item]) -> Any:
+        (reward, calls), names = request, ["prompt", "answer", "row", "messages"]
+        config, form = self._configs[reward], self._forms[reward]
+        if form["form"] == "trl":
+            names.append("token_ids")
+        bounds_itself = form["is_async"] or config.kind == "code"
+        sent = [[{name: getattr(items[index], name) for name in names} for index in call] for call in calls]
+        return child.ask({"reward": reward, "calls": sent}, config.seconds + GRACE_S * bounds_itself)
+
+
+def _described(config: RewardConfig, code: OwnCode | None) -> dict[str, Any]:
+    described = config.model_dump(mode="json") | {"title": config.title}
+    if code is not None:
+        content = base64.b64encode(code.content).decode()
+        described |= {"path": str(code.path.absolute()), "function": code.name, "content": content}
+        described["digest"] = code.digest
+    return described
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON has instead of a value of a row: lists of arrays, else text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

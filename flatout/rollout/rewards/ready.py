@@ -1,0 +1,133 @@
+"""Ready rewards: a docstring is the rule that a run prints; arguments after `row` are settings of RewardConfig."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flatout.errors import UsageError, install
+
+Row = Mapping[str, Any]
+# a sign is one only where no number or name stands before it, as in 10-4; commas are between thousands
+_NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,4})?", re.ASCII)
+_FENCED = re.compile(r"^```(?:python|py|json)?[ \t]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def make_ready(settings: Row) -> Callable[..., Any]:
+    """Return the function of the settings of a RewardConfig with a kind. Raises UsageError."""
+    function = READY_REWARDS[settings["kind"]]
+    if function is json_schema:
+        return partial(function, is_valid=_validator(settings["json_schema"]))
+    return partial(
+        function, **{name: settings[name] for name in inspect.signature(function).parameters.keys() & settings}
+    )
+
+
+def exact(answer: str, row: Row, *, field: str | None, pattern: str | None) -> bool:
+    """The answer, without blanks around it, is the row's field."""
+    return _part(answer, pattern) == str(_field(row, field or "answer")).strip()
+
+
+def number(answer: str, row: Row, *, field: str | None, pattern: str | None) -> bool:
+    """The last number of the answer, after its last #### if it has one, equals that of the row's field; 1,000.0 is
+    1000."""
+    if (right := last_number(str(_field(row, field or "answer")))) is None:
+        raise ValueError(f"the row's {field or 'answer'} has no number: {_field(row, field or 'answer')!r:.80}")
+    return last_number(_part(answer, pattern)) == right
+
+
+def last_number(text: str) -> Decimal | None:
+    """Return the last number of a text, after its last `####` if it has one; None without any."""
+    numbers = _NUMBER.findall(text.rpartition("####")[2].replace("\u2212", "-"))
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+
+
+def regex(answer: str, row: Row, *, pattern: str) -> bool:
+    """The answer has a match of the pattern."""
+    return re.search(pattern, answer) is not None
+
+
+def json_schema(answer: str, row: Row, *, is_valid: Callable[[Any], bool]) -> bool:
+    """The answer's last fenced block, else the whole answer, is JSON that the schema accepts."""
+    try:
+        value = json.loads(_block(answer))
+    except (ValueError, RecursionError):
+        return False
+    return is_valid(value)
+
+
+def _validator(schema: Row) -> Callable[[Any], bool]:
+    try:
+        from jsonschema import SchemaError
+        from jsonschema.validators import validator_for
+        from referencing import Registry
+    except ImportError:
+        raise UsageError(f"kind: json_schema needs the package jsonschema; {install('jsonschema')}") from None
+    kind = validator_for(schema)
+    try:
+        kind.check_schema(schema)
+    except SchemaError as error:
+        raise UsageError(f"json_schema is no JSON schema: {error.message}; correct it") from None
+    # an empty registry: no address is fetched
+    is_valid: Callable[[Any], bool] = kind(schema, registry=Registry()).is_valid
+    return is_valid
+
+
+def code(answer: str, row: Row, *, field: str | None, seconds: float) -> bool:
+    """The answer's last fenced block, else the whole answer, is Python that passes the row's tests in time."""
+    tests = _field(row, field or "tests")
+    # that all tests ran is told by a word that the code does not know, not by an exit code that it can choose
+    word, tests = secrets.token_hex(16), tests if isinstance(tests, str) else "\n".join(tests)
+    ast.parse(tests)  # or no answer could pass
+    task = {"source": _block(answer), "tests": tests, "word": word, "seconds": seconds}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        command = [sys.executable, "-I", "-B", str(Path(__file__).with_name("run_code.py"))]
+        env = {"HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        try:
+            done = subprocess.run(
+                command, input=json.dumps(task).encode(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                cwd=folder, env=env, timeout=seconds, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return False
+    return done.stdout == word.encode()
+
+
+def length(
+    completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], *, min_tokens: int, max_tokens: int
+) -> list[bool]:
+    """The answer has min_tokens to max_tokens tokens, its stop token too."""
+    return [min_tokens <= len(ids) <= max_tokens for ids in completion_ids]
+
+
+READY_REWARDS: Mapping[str, Callable[..., Any]] = {
+    each.__name__: each for each in (exact, number, regex, json_schema, code, length)
+}
+
+
+def _field(row: Row, name: str) -> Any:
+    if row.get(name) is None:
+        raise ValueError(f"the row has no {name!r}; its columns are: {', '.join(row)}; name another as `field`")
+    return row[name]
+
+
+def _part(answer: str, pattern: str | None) -> str:
+    """Return what is compared: the first group of the pattern's last match, else the match; without one, nothing."""
+    matches = [*re.finditer(pattern, answer)] if pattern else []
+    part = matches[-1][min(1, matches[-1].re.groups)] if matches else None
+    return (answer if pattern is None else part or "").strip()
+
+
+def _block(answer: str) -> str:
+    return str([answer, *_FENCED.findall(answer)][-1])
