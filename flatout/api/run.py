@@ -26,6 +26,7 @@ from flatout.view.open_runs import find_run
 if TYPE_CHECKING:
     from flatout.export.write import Exported
     from flatout.rollout.sampler import Completion
+    from flatout.view.rollouts import RoundAnswers
 
 Prompts = str | Sequence[Mapping[str, Any]] | Sequence[str | Sequence[Mapping[str, Any]]]
 
@@ -61,13 +62,22 @@ class Run:
         return self.folder / "final"
 
     def metrics(self, kind: str = "steps") -> Any:
-        """Return the records of all "steps" or "evals" as a pandas.DataFrame, or as a list of dicts without pandas."""
-        if kind not in ("steps", "evals"):
-            raise UsageError(f"metrics: kind is {kind!r}; expected steps or evals")
+        """Return the records of a kind as a pandas.DataFrame, or as a list of dicts without pandas.
+
+        A kind is "steps", "evals", "rounds" or "held_out".
+        """
+        if kind not in (kinds := ("steps", "evals", "rounds", "held_out")):
+            raise UsageError(f"metrics: kind is {kind!r}; expected one of {', '.join(kinds)}")
         rows = [asdict(record) for record in getattr(self.log, kind)]
         if find_spec("pandas") is None:
             return rows
         return import_module("pandas").DataFrame(rows)
+
+    def rollouts(self, round: int) -> RoundAnswers:
+        """Return the answers of a round, from 1, with their rewards. Raises UsageError for one that the run lacks."""
+        from flatout.view.rollouts import read_round
+
+        return read_round(self.folder, round)
 
     def plot(self) -> Page:
         """Return the run's report; a notebook shows it, `save` writes it to a file."""

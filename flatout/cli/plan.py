@@ -66,7 +66,8 @@ def run(args: argparse.Namespace) -> None:
 
     def plan_with(data: DataConfig) -> tuple[Config, PlannedRun, str | None]:
         changed = config.model_copy(update={"data": data})
-        refuse_early(data, config.model.name)
+        if config.rollout.rounds is None:
+            refuse_early(data, config.model.name)
         import_transformers()
         with progress_console() as console:
             from flatout.trainer.planned_run import open_and_plan

@@ -185,6 +185,11 @@ def path_of_run(path: str, folder: Path, old: Path) -> str:
         return path
 
 
+def round_folder(run_folder: Path, number: int) -> Path:
+    """Return where the answers of a round, counted from 1, lie in a run folder, as a token store."""
+    return run_folder / "rollouts" / f"round-{number:06d}"
+
+
 def free_folder(folder: Path, ending: str = "-", first: int = 2) -> Path:
     """Return the first of NAME-2, NAME-3 ... beside a folder that does not exist, with this ending and first number."""
     folder = folder if folder.name not in ("", "..") else folder.resolve()

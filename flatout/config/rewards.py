@@ -93,8 +93,6 @@ def _with_own_names(rewards: list[RewardConfig]) -> list[RewardConfig]:
 
 
 RewardList: TypeAlias = Annotated[
-    list[Annotated[RewardConfig, short_form({"type": "string"})]],
-    Field(min_length=1),
-    AfterValidator(_with_own_names),
+    list[Annotated[RewardConfig, short_form({"type": "string"})]], AfterValidator(_with_own_names)
 ]
 """The functions whose weighted sum is the reward of an answer."""

@@ -25,6 +25,7 @@ from flatout.config.parallel import (
     StrategyName,
     check_parallel,
 )
+from flatout.config.rollout import RolloutConfig
 from flatout.config.section import PathText, Section, first_given, refuse_unused, require_regex, short_form
 from flatout.config.shortcuts import expand
 from flatout.config.table import RESUME_EFFECTS
@@ -203,6 +204,7 @@ class Config(Section):
     experts: ExpertsConfig = ExpertsConfig()
     batch: BatchConfig = BatchConfig()
     objective: Annotated[ObjectiveConfig, short_form({"type": "string"})] = ObjectiveConfig()
+    rollout: RolloutConfig = RolloutConfig()
     optim: OptimConfig = OptimConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     eval: EvalConfig = EvalConfig()
@@ -327,6 +329,21 @@ class Config(Section):
         if self.sharding.offload and not shards:
             text = f"sharding.offload needs a strategy that shards, not {self.strategy}"
             raise SettingError(text, Fix({"strategy": "fsdp"}))
+        return self
+
+    @model_validator(mode="after")
+    def _rounds_decide_steps(self) -> Self:
+        if self.rollout.rounds is None:
+            return self
+        why = "rollout.rounds: the settings of `rollout` say which samples a step has"
+        refuse_unused(self.batch, ("samples_per_step", "epochs", "max_steps", "shuffle"), why, path="batch.")
+        why = "rollout.rounds, which answers prompts that eval.fraction holds out"
+        refuse_unused(self.eval, ("data", "split_by", "best", "min_delta", "worst_samples"), why, path="eval.")
+        traits, shared = STRATEGIES.get(self.strategy), max(self.context.parallel, self.experts.parallel)
+        if shared > 1 or (traits is not None and traits.package):
+            raise SettingError(
+                "rollout.rounds needs whole weights on every rank, to sample with", Fix({"strategy": "ddp"})
+            )
         return self
 
     @model_validator(mode="after")

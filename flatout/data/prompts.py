@@ -27,6 +27,7 @@ from flatout.data.rows.formats.pictures import MARK, is_picture_column
 from flatout.data.rows.formats.prompts import PROMPTED
 from flatout.data.rows.read import RawRow
 from flatout.data.rows.sources import open_source
+from flatout.data.token_store import StoreMeta
 from flatout.data.tokenize import SampleTokenizer
 from flatout.data.tokenizer import tokenizer_facts
 from flatout.data.workers import tokenize_chunks
@@ -63,6 +64,8 @@ class PromptSet:
     token_ids: NDArray[np.int32]
     offsets: NDArray[np.int64]
     rows: Sequence[tuple[RawRow, RowParser]]
+    meta: StoreMeta
+    """What a store of answers to them is made from."""
     picture_digests: Mapping[int, tuple[bytes, ...]]
     media_root: Path | None
     stop_tokens: tuple[str, ...]
@@ -76,6 +79,10 @@ class PromptSet:
         """Tokens of each prompt [N]."""
         return np.diff(self.offsets)
 
+    def ids_of(self, number: int) -> NDArray[np.int32]:
+        """Return the tokens of a prompt."""
+        return self.token_ids[slice(*self.offsets[number : number + 2])]
+
     def __getitem__(self, number: int) -> RunPrompt:
         """Return a prompt. Raises DataError if a file of its pictures has changed."""
         raw, parser = self.rows[number]
@@ -85,7 +92,7 @@ class PromptSet:
         if tuple(file.digest for file in files) != self.picture_digests.get(number, ()):
             raise DataError(f"{raw.origin}: a file of its pictures has changed since the run began; put it back")
         messages = tuple({"role": m.role, "content": m.content.replace(PICTURE, MARK)} for m in sample.messages)
-        ids = tuple(self.token_ids[slice(*self.offsets[number : number + 2])].tolist())
+        ids = tuple(self.ids_of(number).tolist())
         return RunPrompt(ids, messages, json.loads(_json_of(raw)), raw.origin, tuple(file.content for file in files))
 
     @cached_property
@@ -122,7 +129,8 @@ def read_prompts(
         asked = [one.model_copy(update={"format": PROMPTED}) for one in config.sources]
         config = config.model_copy(update={"max_tokens": min(limits, default=None), "sources": asked})
         readers = readers_of(config, sources, log)
-    to_tokens = tokenizer_for(config, describe(config, name, facts, sources)[0], model_name)
+    meta = describe(config, name, facts, sources)[0]
+    to_tokens = tokenizer_for(config, meta, model_name)
     report, prompts = BuildReport(config, lambda: most_rows(readers)), list[_Tokenized]()
     prompts += _tokenized(config, readers, to_tokens, report, (progress, log))
     num_distinct = len({xxhash.xxh3_64_intdigest(ids.tobytes()) for _, ids, _ in prompts})
@@ -134,7 +142,7 @@ def read_prompts(
     offsets = np.cumsum([0, *(len(ids) for _, ids, _ in prompts)], dtype=np.int64)
     digests = {number: own for number, (_, _, own) in enumerate(prompts) if own}
     rows, ids = [row for row, _, _ in prompts], np.concatenate([ids for _, ids, _ in prompts])
-    return PromptSet(ids, offsets, rows, digests, config.media_root, stops, dict(report.counts))
+    return PromptSet(ids, offsets, rows, meta, digests, config.media_root, stops, dict(report.counts))
 
 
 def _tokenized(

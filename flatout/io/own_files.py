@@ -14,6 +14,8 @@ from typing import Any
 from flatout.errors import FlatoutError, SecurityError
 from flatout.io.durable_io import DurableIO
 
+BLOCK_BYTES = 1 << 20
+
 
 def open_own(path: Path, flags: int) -> int:
     """Open or create a file of flatout's own. Raises OSError, and SecurityError for a link, a pipe or a device."""
@@ -83,11 +85,16 @@ class AppendFile:
 
     def _open(self) -> int:
         fd = open_own(self._path, os.O_RDWR | os.O_APPEND)
-        size_bytes, tail_bytes = os.fstat(fd).st_size, 1 << 20  # no line is longer
         # anything after the last newline was cut off by a crash
-        tail = os.pread(fd, tail_bytes, max(0, size_bytes - tail_bytes))
-        if tail and not tail.endswith(b"\n"):
-            os.ftruncate(fd, size_bytes - len(tail) + tail.rfind(b"\n") + 1)
+        end = size_bytes = os.fstat(fd).st_size
+        while end:
+            start = max(0, end - BLOCK_BYTES)
+            if (last := os.pread(fd, end - start, start).rfind(b"\n")) >= 0:
+                end = start + last + 1
+                break
+            end = start
+        if end < size_bytes:
+            os.ftruncate(fd, end)
         return fd
 
 

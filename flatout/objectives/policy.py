@@ -71,6 +71,21 @@ class Policy(Objective):
             refuse_unused(self, ["longest"], f"normalize_by {self.normalize_by}")
         return self
 
+    def for_rounds(self, max_new_tokens: int, temperature: float) -> Self:
+        """Return the objective for answers of so many tokens at most, drawn at a temperature.
+
+        Raises UsageError for settings of its own that say otherwise.
+        """
+        own = {"temperature": temperature, "longest": max_new_tokens}
+        for name in sorted(self.model_fields_set & own.keys()):
+            if getattr(self, name) != own[name]:
+                rollout = {"temperature": "temperature", "longest": "max_new_tokens"}[name]
+                text = f"objective.{name} is {getattr(self, name)}, but the answers are sampled with {own[name]}"
+                raise UsageError(text, [Fix({f"rollout.{rollout}": getattr(self, name)})])
+        if self.normalize_by != "answers_longest":
+            del own["longest"]
+        return self.model_copy(update=own)
+
     @property
     def scope(self) -> Literal["token", "sample"]:  # type: ignore[override]  # by its settings
         return "sample" if self.ratio == "sequence" or self.normalize_by == "answers" else "token"

@@ -18,7 +18,7 @@ from flatout.errors import Fix, NumericError, first_line
 from flatout.models.compile.cuda_graphs import recording
 from flatout.optim.update import copy_to_host_async
 from flatout.rollout.backends import DecodeBackend, Slots
-from flatout.rollout.sampler import Completion, Ending, OnToken, SamplingParams
+from flatout.rollout.sampler import Completion, Ending, SamplingParams
 from flatout.rollout.sampler_model import SamplerModel
 
 # shorter answers end before recording pays
@@ -217,7 +217,11 @@ class Decoding:
     """
 
     def __init__(
-        self, places: Places, answers: Sequence[PendingCompletion], params: SamplingParams, on_token: OnToken
+        self,
+        places: Places,
+        answers: Sequence[PendingCompletion],
+        params: SamplingParams,
+        on_token: Callable[[PendingCompletion, int], None],
     ) -> None:
         self._backend, self._num_places, self._params, self._on_token = (
             places.backend, places.num_places, params, on_token
@@ -289,7 +293,7 @@ class Decoding:
                         [Fix({"model.precision": "fp32"}, "unless the weights are damaged")],
                     )
                 answer.add(int(token_id), logprob, self._params.stop_ids)
-                self._on_token(answer.prompt, answer.completion, int(token_id))
+                self._on_token(answer, int(token_id))
 
     def _leave_places(self) -> None:
         """Move answers so that those going on have the first places; on a GPU only once that helps."""

@@ -18,7 +18,7 @@ from flatout.models.selftest import own_attention
 from flatout.planner.steps.packing import row_length
 from flatout.rollout.backends import DecodeBackend, OwnCache, Recomputed, last_rows_of, open_slots
 from flatout.rollout.decode import MIN_RECORDED_TOKENS, Decoding, PendingCompletion, Places, at_temperature
-from flatout.rollout.sampler import Completion, Ending, OnToken, SamplingParams, followed, pictures_of
+from flatout.rollout.sampler import Completion, Ending, OnAnswer, OnToken, SamplingParams, followed, pictures_of
 from flatout.rollout.sampler_model import SamplerModel
 
 BackendName = Literal["slots", "own cache", "recomputed"]
@@ -30,15 +30,18 @@ PROVED_TOKENS, PROVED_ANSWER = 128, 4
 
 @dataclass
 class _TokenListener:
-    """Calls what a caller gets tokens by, and remembers that it failed, which is no fault of a backend."""
+    """Calls what a caller gets tokens and answers by, and remembers that it failed, which is no fault of a backend."""
 
     on_token: OnToken | None
+    on_answer: OnAnswer | None
     failed: bool = False
 
-    def __call__(self, prompt: int, completion: int, token_id: int) -> None:
+    def __call__(self, answer: PendingCompletion, token_id: int) -> None:
         try:
             if self.on_token is not None:
-                self.on_token(prompt, completion, token_id)
+                self.on_token(answer.prompt, answer.completion, token_id)
+            if self.on_answer is not None and answer.ending is not None:
+                self.on_answer(answer.prompt, answer.completion, answer.completion_value)
         except Exception:
             self.failed = True
             raise
@@ -87,17 +90,18 @@ class InProcess:
     def sample(
         self, prompts: Sequence[Sequence[int]], num_completions: int, params: SamplingParams,
         on_token: OnToken | None = None, prompt_numbers: Sequence[int] | None = None,
+        on_answer: OnAnswer | None = None,
     ) -> list[list[Completion]]:  # fmt: skip
         """Return `num_completions` of each prompt, which has at least one token and may be a `PicturePrompt`.
 
         Draws depend on `prompt_numbers`, one for each prompt, from 0 on by default: ranks that sample shares of the
-        prompts give their numbers among all. `on_token` gets a prompt's index in this call. Call it without gradients,
-        in eval mode and the model's autocast. Raises UsageError for a prompt that leaves no position, and NoRoomError
-        if one answer needs more memory than is free.
+        prompts give their numbers among all. `on_token` and `on_answer` get a prompt's index in this call. Call it
+        without gradients, in eval mode and the model's autocast. Raises UsageError for a prompt that leaves no
+        position, and NoRoomError if one answer needs more memory than is free.
         """
         if not prompts or not num_completions:
             return [[] for _ in prompts]
-        listener = _TokenListener(on_token)
+        listener = _TokenListener(on_token, on_answer)
         if self.model.pictures is not None:
             # it stands for a part of a picture, and an answer has none
             params = replace(params, never_ids=frozenset({self.model.pictures.token_id}))

@@ -21,6 +21,9 @@ Ending = Literal["stop", "length", "positions"]
 OnToken = Callable[[int, int, int], None]
 """Gets each token in the order of sampling: the prompt's index, the completion's, and the token id."""
 
+OnAnswer = Callable[[int, int, "Completion"], None]
+"""Gets each answer once it has ended, as OnToken its tokens."""
+
 MAX_WHOLE = (1 << 63) - 1
 
 

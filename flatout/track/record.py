@@ -228,8 +228,74 @@ class AnswersRecord:
     """Why there are none."""
 
 
-Record = StepRecord | EvalRecord | AnswersRecord
+@dataclass(frozen=True, slots=True)
+class RatedAnswer:
+    """A sampled answer with its reward."""
+
+    prompt: str
+    answer: str
+    reward: float
+    rewards: Mapping[str, float | None]
+    """What each function gave it; null: no score."""
+
+
+_reward = partial(
+    Figure, "mean reward of the answers; null if none was scored", ranks="sum", better="more", line="reward {}",
+    chart="Reward",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRecord:
+    """One round of rollouts: the answers that the steps after `step` are trained on."""
+
+    step: Annotated[int, Figure("steps that were complete when the round was sampled", "steps")]
+    round: Annotated[int, Figure("the round, from 1", "rounds")]
+    reward: Annotated[float | None, _reward(label="round")]
+    num_answers: Annotated[int, _counted("answers", "answers")]
+    num_unscored: Annotated[int, _counted("answers without a score", "answers")]
+    num_trained: Annotated[int, _counted("answers that are trained", "answers")]
+    mean_answer_tokens: Annotated[float, Figure(
+        "tokens of an answer", "tokens", ranks="sum", write=_count, line="{} tokens", chart="Length of answers",
+        label="mean",
+    )]  # fmt: skip
+    cut_share: Annotated[float, Figure(
+        "share of answers that ended without a stop token", "share", ranks="sum", write=_percent, line="{} cut",
+        chart="Shares of answers", label="cut",
+    )]  # fmt: skip
+    no_signal_share: Annotated[float, Figure(
+        "share of groups whose rewards are equal, which are not trained", "share", ranks="sum", write=_percent,
+        line="{} without signal", chart="Shares of answers", label="groups without signal",
+    )]  # fmt: skip
+    sample_s: Annotated[float, Figure("time until the last rank had its answers", "s", ranks="max", write=short_time)]
+    score_s: Annotated[float, Figure("time until the last rank had its scores", "s", ranks="max", write=short_time)]
+    wait_s: Annotated[float, Figure("time that ranks waited for the one with the longest answers", "s", ranks="mean")]
+    new_tokens_per_s: Annotated[float, _rate("sampled tokens", line="{} new tok/s", label="sampled tokens")]
+    problems: Mapping[str, int] = field(default_factory=dict)
+    """Answers that a reward function failed on, by function."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The mean of each reward function, as reward/NAME."""
+    shown: tuple[RatedAnswer, ...] = ()
+    """The answers with the greatest and the least rewards."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOutRecord:
+    """The rewards of answers to held-out prompts, one each, always drawn with the same random numbers."""
+
+    step: Annotated[int, Figure("steps that were complete", "steps")]
+    reward: Annotated[float | None, _reward(label="held out")]
+    num_answers: Annotated[int, _counted("answers", "answers")]
+    eval_s: Annotated[float, Figure("time of the evaluation", "s")]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The mean of each reward function, as reward/NAME."""
+    shown: tuple[RatedAnswer, ...] = ()
+    """The answers with the greatest and the least rewards."""
+
+
+Record = StepRecord | EvalRecord | AnswersRecord | RoundRecord | HeldOutRecord
 STEP, EVAL, EVAL_OF_DATA = figures_of(StepRecord), figures_of(EvalRecord), figures_of(EvalFigures)
+ROUND, HELD_OUT = figures_of(RoundRecord), figures_of(HeldOutRecord)
 # the parts of a step's time, in their order
 STEP_PARTS = {name: row for name, row in STEP.items() if row.chart == "Step time"}
 
@@ -329,6 +395,11 @@ def describe_record(record: Record) -> tuple[str, str]:
     if isinstance(record, AnswersRecord):
         done = record.skipped or f"{len(record.answers)} prompts answered in {record.answer_s:.1f} s"
         return "answers", f"step {record.step}: {done}"
+    if isinstance(record, RoundRecord):
+        failed = "".join(f"  {name} failed on {count:,}" for name, count in record.problems.items() if count)
+        return "round", f"{record.round}: {log_line(record, ROUND)}{failed}"
+    if isinstance(record, HeldOutRecord):
+        return "held_out", f"step {record.step}: {log_line(record, HELD_OUT)}  {record.num_answers:,} answers"
     if isinstance(record, EvalRecord):
         best = " (best)" if record.is_best else ""
         each = "".join(f"  {name} {EVAL['eval_loss'].write(one.loss)}" for name, one in record.by_data.items())

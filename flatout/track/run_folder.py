@@ -21,7 +21,9 @@ from flatout.track.callback import Callback
 from flatout.track.record import (
     AnswersRecord,
     EvalRecord,
+    HeldOutRecord,
     Record,
+    RoundRecord,
     RunEnd,
     RunStart,
     StepRecord,
@@ -68,6 +70,9 @@ class RunFolderWriter(Callback):
         self._record(self._metrics, record)
 
     def on_eval(self, record: EvalRecord) -> None:
+        self._record(self._metrics, record)
+
+    def on_round(self, record: RoundRecord | HeldOutRecord) -> None:
         self._record(self._metrics, record)
 
     def on_answers(self, record: AnswersRecord) -> None:

@@ -18,12 +18,25 @@ from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import Holder, holder_of, last_holder_of
 from flatout.io.json_file import read_json
 from flatout.io.redact import cleaned
-from flatout.track.record import Answer, AnswersRecord, EvalRecord, Record, RunEnd, RunStart, StepRecord, WorstSample
+from flatout.track.record import (
+    Answer,
+    AnswersRecord,
+    EvalRecord,
+    HeldOutRecord,
+    Record,
+    RoundRecord,
+    RunEnd,
+    RunStart,
+    StepRecord,
+    WorstSample,
+)
 
 _RECORDS: Mapping[str, TypeAdapter[Any]] = {
     "step": TypeAdapter(StepRecord),
     "eval": TypeAdapter(EvalRecord),
     "answers": TypeAdapter(AnswersRecord),
+    "round": TypeAdapter(RoundRecord),
+    "held_out": TypeAdapter(HeldOutRecord),
 }
 
 
@@ -127,6 +140,8 @@ class RunLog:
     """Ascending; a repeated step replaced the older one. So are evaluations and answers."""
     evals: list[EvalRecord] = field(default_factory=list)
     answers: list[AnswersRecord] = field(default_factory=list)
+    rounds: list[RoundRecord] = field(default_factory=list)
+    held_out: list[HeldOutRecord] = field(default_factory=list)
     events: list[Mapping[str, Any]] = field(default_factory=list)
     """Lines of events.jsonl: `time`, `kind` and facts."""
     num_bad_lines: int = 0
@@ -181,7 +196,10 @@ class RunFollower:
         # first, so that no line is missed that was written before the end, and no end of a run that lets go now
         log.holder, log.last_holder = holder_of(log.folder), last_holder_of(log.folder)
         side = read_side_files(log.folder)
-        kinds: dict[type, list[Any]] = {StepRecord: log.steps, EvalRecord: log.evals, AnswersRecord: log.answers}
+        kinds: dict[type, list[Any]] = {
+            StepRecord: log.steps, EvalRecord: log.evals, AnswersRecord: log.answers, RoundRecord: log.rounds,
+            HeldOutRecord: log.held_out,
+        }  # fmt: skip
         for one in self.news():
             has_news = True
             if isinstance(one, Mapping):

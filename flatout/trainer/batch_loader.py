@@ -109,6 +109,13 @@ class BatchLoader:
                 batch.used_on(stream)
             yield batch
 
+    def read_from(self, store: TokenStore) -> None:
+        """Read another store from now on, with the same columns; what was prefetched is dropped."""
+        for future in self._staged.values():
+            future.cancel()
+        self._staged.clear()
+        self.store, self._following = store, ()
+
     def close(self) -> None:
         """Stop the thread and drop prefetched batches."""
         self._thread.shutdown(cancel_futures=True)

@@ -35,6 +35,7 @@ from flatout.trainer.passes import (
 )
 from flatout.trainer.picture_inputs import recorded
 from flatout.trainer.rank_meter import scatter_maxima
+from flatout.trainer.round_answers import held_out_reward
 from flatout.trainer.state import TrainingRun
 from flatout.trainer.step_guards import not_finite
 
@@ -46,7 +47,7 @@ def evaluate_now(run: TrainingRun) -> bool:
     resumed run evaluates this step again.
     """
     if not run.eval_sets:
-        return False
+        return evaluate_rewards(run)
     started = time.perf_counter()
     progress = run.progress
     run.watch.set_phase("evaluate", progress.step)
@@ -86,8 +87,28 @@ def evaluate_now(run: TrainingRun) -> bool:
     if progress.first_eval_loss is None:
         progress.first_eval_loss = loss
     if is_best:
-        progress.best_eval_loss, progress.best_figure, progress.best_step = loss, judged, progress.step
-    progress.last_eval_loss, progress.last_eval_step = loss, progress.step
+        progress.best_eval_loss = loss
+    progress.last_eval_loss = loss
+    return _counted(run, judged, is_best)
+
+
+def evaluate_rewards(run: TrainingRun) -> bool:
+    """Do as `evaluate_now` by the reward of answers to held-out prompts, the more the better; False without any."""
+    rollouts, progress = run.planned.data.rollouts, run.progress
+    if rollouts is None or not len(rollouts.held_out_ids):
+        return False
+    run.watch.set_phase("evaluate", progress.step)
+    reward = held_out_reward(run, rollouts)
+    is_best = reward is not None and (progress.best_figure is None or reward > progress.best_figure)
+    return _counted(run, reward, is_best)
+
+
+def _counted(run: TrainingRun, judged: float | None, is_best: bool) -> bool:
+    """Note an evaluation in the run's progress, and decide on early stopping; return `is_best`."""
+    progress = run.progress
+    if is_best:
+        progress.best_figure, progress.best_step = judged, progress.step
+    progress.last_eval_step = progress.step
     progress.num_evals_without_best = 0 if is_best else progress.num_evals_without_best + 1
     patience = run.config.eval.patience
     if patience is not None and progress.num_evals_without_best >= patience:

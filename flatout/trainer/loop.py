@@ -17,7 +17,7 @@ from flatout.trainer.passes import PassesStopped
 from flatout.trainer.resume import take_snapshot
 from flatout.trainer.state import TrainingRun
 from flatout.trainer.step import Pending, step_launcher
-from flatout.trainer.step_guards import tell_divergence
+from flatout.trainer.step_guards import require_own_answers, tell_divergence
 
 
 def run_steps(run: TrainingRun) -> None:
@@ -55,6 +55,8 @@ def run_steps(run: TrainingRun) -> None:
                 if is_best or saves:
                     save(run, best=is_best)
                 meter.start_step()
+        while launched:  # the last step of a round, unless it is the run's
+            finish_step(run, meter, *launched.popleft())
 
 
 def evaluate_before_steps(run: TrainingRun) -> None:
@@ -91,6 +93,7 @@ def finish_step(run: TrainingRun, meter: Meter, step: StepPlan, pending: Pending
     run.progress.advance(step, updated=outcome.skipped is None, num_naive_tokens=run.plan.naive_tokens(step))
     if outcome.skipped:
         run.reporter.event("skipped", {"step": step.index + 1, "why": outcome.skipped})
+    require_own_answers(run, step, outcome.metrics)
     tell_divergence(run, step, outcome.loss)
     meter.end_step(step, outcome)
 

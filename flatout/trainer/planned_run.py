@@ -162,6 +162,9 @@ def plan_run(
     settings, objective, store = data.settings, data.objective, data.split.store
     steps = plan_training(data, rank, device, reporter, inexact_reasons)
     plan, memory = steps.plan, steps.memory
+    if data.rollouts is not None and steps.parallel_layout.shards_weights:
+        text = f"rollout.rounds needs whole weights on every rank, which {steps.parallel_layout.strategy} shards"
+        raise UsageError(text, [Fix({"strategy": "ddp"})])
     if settings.full.update == "backward":
         check_backward_update(settings, plan, rank)
     if note := warmup_note(config.schedule, plan.num_steps):
@@ -245,12 +248,15 @@ def plan_evaluation(
         lengths = eval_store.lengths if eval_ids is None else eval_store.lengths[eval_ids]
         unit_offsets = eval_store.unit_offsets
         units = unit_numbers(unit_offsets, eval_ids)
-        sizes = Samples(lengths, lengths, units=units).unit_tokens(
+        parts_units = plan.samples.parts_units
+        sizes = Samples(lengths, lengths, units=units, parts_units=parts_units).part_tokens(
             is_padded=plan.batch_layout.is_padded, with_padding=False
         )
         budget = data.settings.batch.micro_batch_tokens or max(planned_tokens, int(sizes.max()))
         layout = replace(plan.batch_layout, micro_batch_tokens=budget, prefixes=None)
-        samples = select_samples(eval_store.lengths, eval_store.num_label_tokens, eval_ids, layout, unit_offsets)
+        samples = select_samples(
+            eval_store.lengths, eval_store.num_label_tokens, eval_ids, layout, unit_offsets, parts_units=parts_units
+        )
         normalizers = make_normalizers(objective, eval_store)
         eval_sets.append(make_eval_set(name, eval_store, PlannedSamples(samples, layout), normalizers))
         step = eval_sets[-1].step

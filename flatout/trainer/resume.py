@@ -61,6 +61,8 @@ class Fingerprints:
     objective: Any = None
     optim: Any = None
     """Hash of the file of `optim.path`."""
+    rewards: Any = None
+    """Hashes of the files of reward functions."""
 
 
 @with_config(ConfigDict(strict=True, extra="forbid"))
@@ -85,8 +87,8 @@ def check_facts(facts: Mapping[str, Any], step: int) -> None:
         raise CheckpointError(f"facts: scaler: {min(odd)} is missing or unknown")
     if any(not math.isfinite(value) or value < 0 for value in saved.scaler.values()):
         raise CheckpointError(f"facts: scaler: found {saved.scaler}, expected finite numbers of at least 0")
-    # best_figure is newer than the format
-    names = {progress_field.name for progress_field in fields(Progress)} - {"best_figure"}
+    # these are newer than the format
+    names = {progress_field.name for progress_field in fields(Progress)} - {"best_figure", "round_store"}
     if absent := names - facts["progress"].keys():
         raise CheckpointError(f"facts: progress.{min(absent)} is missing")
     history = asdict(saved.loss_history)
@@ -97,7 +99,7 @@ def check_facts(facts: Mapping[str, Any], step: int) -> None:
         raise CheckpointError(f"facts: progress.step: found {saved_step}, but this is the checkpoint of step {step}")
     for name, value in asdict(saved.progress).items():
         least = -math.inf if name.endswith(("_loss", "_figure")) else 0
-        if value is not None and not (math.isfinite(value) and value >= least):
+        if isinstance(value, int | float) and not (math.isfinite(value) and value >= least):
             expected = "a finite number" + (" of at least 0" if not least else "")
             raise CheckpointError(f"facts: progress.{name}: found {value}, expected {expected}")
         if name in ("num_updates", "last_eval_step", "best_step") and value is not None and value > step:

@@ -49,6 +49,7 @@ from flatout.parallel.fault_tolerance.peer_watch import OnPeerLost, PeerWatch
 from flatout.parallel.process_group import choose_device, leave_group
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import global_tensors, is_sharded
+from flatout.rollout.rewards.pool import Rewards
 from flatout.track.callback import Callback, Reporter
 from flatout.track.console import ConsoleCallback
 from flatout.track.forward import TrackerProcess
@@ -65,6 +66,7 @@ from flatout.trainer.metrics import gather_gpus, run_start
 from flatout.trainer.passes import PassesStopped
 from flatout.trainer.planned_run import plan_run, require_same_run
 from flatout.trainer.resume import check_facts, find_checkpoint, restore_weights
+from flatout.trainer.rounds import opened_rewards, rounds_of
 from flatout.trainer.run_data import open_data
 from flatout.trainer.state import Progress, Setup, TrainingRun
 from flatout.trainer.steps_and_memory import weakest_gpu
@@ -91,7 +93,7 @@ class Result:
 
 
 # how the console names the phases of a loop
-PHASES = {"step": "step", "save": "saving", "evaluate": "evaluating", "finish": "finishing"}
+PHASES = {"step": "step", "sample": "sampling", "save": "saving", "evaluate": "evaluating", "finish": "finishing"}
 
 
 def train(
@@ -133,8 +135,8 @@ def train(
             on_phase=lambda phase, step: reporter.phase(PHASES.get(phase, phase), step + 1 if phase == "step" else 0),
         )
         try:
-            with watch.guard(), torch_settings_kept():
-                result = set_up_and_train(config, reporter, rank, watch, reuse_measured)
+            with watch.guard(), torch_settings_kept(), opened_rewards(config, reporter, rank) as rewards:
+                result = set_up_and_train(config, reporter, rank, watch, reuse_measured, rewards)
             leave_group()
         except BaseException as raised:
             error = host_memory_error(raised) or exit_refused(raised) or raised
@@ -189,7 +191,9 @@ def open_run(
     return reporter, [lambda error: folder.write_end(ended_by(error)), lambda error: shown.close()]
 
 
-def set_up_and_train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, reuse_measured: bool) -> Result:
+def set_up_and_train(
+    config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, reuse_measured: bool, rewards: Rewards | None
+) -> Result:
     """Open the data, join the ranks, plan the run, find its checkpoint, build it, and take the steps; one call a stage.
 
     A run that is complete already is returned as it is.
@@ -206,7 +210,10 @@ def set_up_and_train(config: Config, reporter: Reporter, rank: Rank, watch: Peer
     gpu = weakest_gpu(config, group)
     planned = plan_run(config, data, reporter, rank, gpu and memory_check.corrected(gpu))
     reporter.phase("reading the model's fingerprint")
-    planned = replace(planned, fingerprints={**planned.fingerprints, "model": fingerprint_model(config.model)})
+    fingerprints = {**planned.fingerprints, "model": fingerprint_model(config.model)}
+    if rewards is not None:
+        fingerprints["rewards"] = rewards.digests
+    planned = replace(planned, fingerprints=fingerprints)
     require_same_run(config, planned, group)
     reporter.phase("verifying checkpoints")
     keep = config.checkpoint.keep
@@ -224,6 +231,7 @@ def set_up_and_train(config: Config, reporter: Reporter, rank: Rank, watch: Peer
         reporter.event("restarted", {"step": 0})
     setup = Setup(config, planned, checkpoints, reporter, rank, watch)
     run = build_run(setup, checkpoint, memory_check)
+    run.state.rewards = rewards
     del checkpoint  # its open files would keep deleted checkpoints on disk
     reporter.phase("starting the loop")
     gpus = gather_gpus(run)
@@ -250,9 +258,11 @@ def run_to_end(run: TrainingRun, final_dir: Path) -> None:
     """Take the remaining steps and finish. Raises PreemptedError after saving when a stop was requested."""
     stopping = {"after": "this pass, then saves; a second Ctrl-C or signal ends it at once, without saving"}
     try:
-        with run.stop, announcing_stop(lambda: run.reporter.post("stopping", stopping), run.stop.numbers):
+        stop_told = announcing_stop(lambda: run.reporter.post("stopping", stopping), run.stop.numbers)
+        with run.stop, stop_told:
             try:
-                run_steps(run)
+                for round_run in rounds_of(run):
+                    run_steps(round_run)
                 finish(run, final_dir)
             except PassesStopped:
                 save(run, required=True)
@@ -294,7 +304,9 @@ def finish(run: TrainingRun, final_dir: Path) -> None:
     if run.checkpoints.group.run_on_first_rank(best.exists):
         restore_weights(run, run.checkpoints.load(best))
         export(run, run.config.folder / "best")
-        run.reporter.stage("best", f"weights of step {best_step}, loss {run.progress.best_eval_loss:.4f}, in best/")
+        loss, reward = run.progress.best_eval_loss, run.progress.best_figure
+        figure = f"held-out reward {reward:.4f}" if loss is None else f"loss {loss:.4f}"
+        run.reporter.stage("best", f"weights of step {best_step}, {figure}, in best/")
 
 
 def export(run: TrainingRun, folder: Path) -> None:

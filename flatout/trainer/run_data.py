@@ -35,11 +35,13 @@ from flatout.objectives.protocol import Objective
 from flatout.parallel.rank import Rank
 from flatout.planner.settings import PlanSettings
 from flatout.planner.shape import ModelShape, check_expert_ranks, check_positions
+from flatout.planner.steps.rounds import Rounds
 from flatout.planner.steps.training_plan import split_held_out
 from flatout.rollout.advantages import make_advantages
 from flatout.track.callback import Reporter
 from flatout.trainer.model_shape import read_shape, read_text_config
 from flatout.trainer.picture_inputs import with_pictures
+from flatout.trainer.rollout_prompts import RolloutPrompts, open_prompts
 from flatout.trainer.trainable import check_start, require_disk
 
 # a learning rate above so many times the usual one is told; cross-entropy trains at a wider range of them
@@ -75,6 +77,12 @@ class RunData(NamedTuple):
     """The tokens of `data.new_tokens`."""
     num_rows: int
     """The rows that embedding and head have to have for them; 0 without."""
+    rollouts: RolloutPrompts | None = None
+    """The prompts of a run of rounds, whose store is then the bounds of a round, or the answers of one."""
+
+    @property
+    def rounds(self) -> Rounds | None:
+        return self.rollouts.rounds if self.rollouts else None
 
 
 def open_data(config: Config, reporter: Reporter, rank: Rank, *, starts: bool) -> RunData:
@@ -93,25 +101,37 @@ def open_data(config: Config, reporter: Reporter, rank: Rank, *, starts: bool) -
     if starts and rank.is_first:
         require_disk(config, trained, on_cpu=on_cpu)
     check_expert_ranks(shape, config.experts.parallel, rank.world)
-    store = with_used_labels(open_tokens(config.data, config, reporter, objective), objective, reporter)
+    rollouts = None
+    if config.rollout.rounds is not None:
+        rollouts, store = open_prompts(config, shape.max_positions, reporter)
+    else:
+        store = with_used_labels(open_tokens(config.data, config, reporter, objective), objective, reporter)
+        _report_tokens(store, reporter)
     scoring = scoring_of(config, objective, store)
     shape = shape.with_scores(len(scoring.labels)) if scoring else shape
-    _report_tokens(store, reporter)
     shape = with_pictures(shape, store, config, reporter)
     shape = shape.with_rows(store.meta.vocabulary_size) if config.data.added_tokens else shape
     _check_token_ids(shape, store, has_new_tokens=bool(config.data.added_tokens))
     if beyond := check_positions(shape, int(store.lengths.max()), origin=f"{config.model.name}/config.json"):
         reporter.event("positions", beyond)
-    split = hold_out_samples(store, config, reporter)
-    eval_stores = open_eval_stores(config, store, objective, reporter)
+    split = SplitStore(store, None, None) if rollouts else hold_out_samples(store, config, reporter)
+    eval_stores = {} if rollouts else open_eval_stores(config, store, objective, reporter)
     text_config = read_text_config(model.name, model.revision)
     settings, new_tokens = PlanSettings.of(config), new_token_ids(config.data, model.name)
-    return RunData(settings, objective, shape, text_config, split, eval_stores, scoring, *new_tokens)
+    if rollouts:
+        batch = config.batch.model_copy(update={"samples_per_step": rollouts.rounds.units_per_step})
+        settings = replace(settings, batch=batch, records_graphs=False)
+    return RunData(settings, objective, shape, text_config, split, eval_stores, scoring, *new_tokens, rollouts)
 
 
 def checked_objective(config: Config, reporter: Reporter) -> Objective:
     """Return the objective, and report one that was asked for. Raises UsageError for settings that it cannot have."""
-    objective = load_objective(config.objective)
+    objective, rollout = load_objective(config.objective), config.rollout
+    if rollout.rounds is not None:
+        if not isinstance(objective, Policy):
+            text = f"rollout.rounds: objective {objective.name} does not learn from sampled answers with rewards"
+            raise UsageError(text, [Fix({"objective": "grpo"})])
+        objective = objective.for_rounds(rollout.max_new_tokens, rollout.temperature)
     check_scoring(config, objective)
     if config.eval.best not in (metrics := ("loss", *objective.metrics)):
         raise UsageError(

@@ -28,6 +28,7 @@ from flatout.planner.memory.budget import MemoryDecision
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.planner.steps.training_plan import TrainingPlan
 from flatout.rollout.in_process import InProcess
+from flatout.rollout.rewards.pool import Rewards
 from flatout.track.callback import Reporter
 from flatout.trainer.batch_loader import BatchLoader
 from flatout.trainer.planned_run import EvalSet, KLPairs, PlannedRun, plan_run
@@ -55,6 +56,8 @@ class Progress:
     best_figure: float | None = None
     """The metric that `eval.best` names, at `best_step`."""
     best_step: int | None = None
+    round_store: str | None = None
+    """What identifies the answers of the round that `step` is in or has ended; None without any."""
     num_evals_without_best: int = 0
     stopped_early: bool = False
 
@@ -93,6 +96,8 @@ class LoopState:
     """Metrics of the objective that were reported as not finite."""
     sampler: InProcess | None = None
     """The sampler of `answers.sampler_of`, once made."""
+    rewards: Rewards | None = None
+    """What scores sampled answers, while a run of rounds is in its steps."""
 
 
 class StopRequest(StopSignals):

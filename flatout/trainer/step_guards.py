@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from flatout.config.objective import ADVANTAGE, OBJECTIVES
@@ -22,6 +23,23 @@ SKIPPED_SPIKE = "loss spike"
 # a cross-entropy has diverged near that of a uniform guess, if it was far below at first; another loss at so many times
 # its first value
 NEAR_GUESS, DIVERGED_TIMES = 0.95, 10.0
+
+
+def require_own_answers(run: TrainingRun, step: StepPlan, metrics: Mapping[str, float]) -> None:
+    """Raise NumericError if the first step of a round finds its answers too unlikely: others' weights sampled them.
+
+    The k3 estimate of the divergence, per token, is 1e-12 in fp32, 1e-3 in bf16, and above 1 for the answers of another
+    model.
+    """
+    rollout, mismatch = run.config.rollout, metrics.get("mismatch/k3", 0.0)
+    if rollout.rounds is None or step.index % rollout.steps or mismatch <= rollout.max_mismatch:
+        return
+    raise NumericError(
+        f"step {step.index + 1}: the weights find the answers of round {step.index // rollout.steps + 1} unlikely "
+        f"(mismatch/k3 {mismatch:.2g}, rollout.max_mismatch {rollout.max_mismatch:g}): the sampler had other weights, "
+        "or computes otherwise",
+        [Fix({"model.precision": "fp32"}, "if only rounding differs")],
+    )
 
 
 def require_finite(run: TrainingRun, step: StepPlan, loss: float, grad_norm: float | None) -> None:

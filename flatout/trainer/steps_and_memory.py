@@ -31,6 +31,7 @@ from flatout.planner.memory.budget import (
 from flatout.planner.parallel_layout import ParallelLayout
 from flatout.planner.steps.packing import FEWEST_PASSES, PASS_OVERHEAD_TOKENS, row_length
 from flatout.planner.steps.prefixes import MIN_PREFIX_TOKENS, Prefixes, UnitPrefixes, find_prefixes
+from flatout.planner.steps.rounds import BoundsPlan
 from flatout.planner.steps.step_plan import BatchLayout
 from flatout.planner.steps.training_plan import TrainingPlan, make_plan, select_samples
 from flatout.track.callback import Reporter
@@ -150,9 +151,12 @@ def plan_steps(
         pass_overhead_tokens=pass_overhead_tokens if is_padded else None,
         prefixes=prefixes,
     )
-    samples = select_samples(store.lengths, store.num_label_tokens, train_ids, layout, store.unit_offsets)
+    parts_units, arrays = data.objective.scope != "unit", (store.lengths, store.num_label_tokens)
+    samples = select_samples(*arrays, train_ids, layout, store.unit_offsets, parts_units=parts_units)
     row_keys = store.row_keys if draws_rows_whole(store) else None
     whole_steps = make_plan(samples, layout, settings.batch, settings.seed, row_keys)
+    if data.rounds is not None:
+        whole_steps = BoundsPlan.of(whole_steps, data.rounds)
     flops = tower_flops(shape, store)
     if flops is not None and train_ids is not None:
         flops = flops[np.asarray(train_ids)]

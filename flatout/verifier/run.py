@@ -247,7 +247,7 @@ def _cut_rows(run: TrainingRun, step: StepPlan, reference: Reference) -> Iterato
     """Yield rows for the step packed into as few micro-batches as possible, then into more, then one per unit."""
     layout, samples = run.plan.batch_layout, run.plan.samples
     items = samples.take(samples.indices_of(step.sample_ids)).items(layout.cost)
-    longest, kind = max(item.length for item in items), "sample" if samples.units is None else "unit"
+    longest, kind = max(item.length for item in items), "sample" if items[0].unit is None else "unit"
     by_unit = tuple(layout.micro_batch([items[index] for index in bundle.members]) for bundle in make_bundles(items))
     largest = run.plan.largest_unit(by_unit)
     cuts: dict[int, tuple[MicroBatch, ...]] = {}
@@ -265,9 +265,9 @@ def _cut_rows(run: TrainingRun, step: StepPlan, reference: Reference) -> Iterato
 
 
 def _largest_unit(planned: PlannedRun) -> int:
-    """Return the tokens of the largest unit, if its samples share nothing."""
+    """Return the tokens of the largest unit, or sample of units that may be parted, if samples share nothing."""
     is_padded = planned.plan.batch_layout.is_padded
-    return int(planned.plan.samples.unit_tokens(is_padded=is_padded, with_padding=False).max())
+    return int(planned.plan.samples.part_tokens(is_padded=is_padded, with_padding=False).max())
 
 
 def _own_rows(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from flatout.track.figures import Figure, Table, named
-from flatout.track.record import EVAL, EVAL_OF_DATA, STEP, STEP_PARTS, EvalRecord, StepRecord
+from flatout.track.record import EVAL, EVAL_OF_DATA, HELD_OUT, ROUND, STEP, STEP_PARTS
 from flatout.track.run_log import MAX_NUMBER, RunLog
 from flatout.track.summary import after_warm_up, seconds_of
 from flatout.view.charts import Axes, Chart, Line, area_chart, line_chart, strip_chart
@@ -28,12 +28,13 @@ _OVER_RANKS = {"max": ", highest of all ranks", "mean": ", mean of all ranks"}
 
 @dataclass(frozen=True)
 class _Run:
-    """A run with the places of its steps and evaluations on each axis."""
+    """A run with the places of its steps on each axis."""
 
     name: str
     log: RunLog
     axes: Axes
-    eval_axes: Axes
+    axes_at: Callable[[Sequence[int]], Axes]
+    """Returns the places of what was recorded after these steps."""
     x_names: Mapping[str, str]
     """What each axis is called."""
 
@@ -46,16 +47,21 @@ def curves(logs: Mapping[str, RunLog]) -> list[Chart]:
     titles = list(_titles(logs.values()))
     if len(runs) > 1:
         return [chart for title, row in titles for chart in _beside(title, row, runs)]
-    lines = [(title, row, [*_step_lines(runs[0], title), *_eval_lines(runs[0], title)]) for title, row in titles]
+    lines = [
+        (title, row, [*_step_lines(runs[0], title), *_eval_lines(runs[0], title), *_round_lines(runs[0], title)])
+        for title, row in titles
+    ]
     charts = [_line_chart(title, row, of_title, runs[0]) for title, row, of_title in lines if of_title]
     return [*charts, *_balance(runs[0]), *_step_time(runs[0]), *_waiting(runs[0]), *_experts(runs[0])]
 
 
 def _titles(logs: Iterable[RunLog]) -> Iterator[tuple[str, Figure]]:
     """Yield each chart and the row that says how it is drawn; figures that objectives name follow the judged ones."""
-    metrics = (name for log in logs for records in (log.steps, log.evals) for one in records for name in one.metrics)
-    rows = [row for row in STEP.values() if row.chart and row not in STEP_PARTS.values()]
-    judged = {row.chart for row in EVAL.values()}
+    kinds = ((log.steps, log.evals, log.rounds, log.held_out) for log in logs)
+    metrics = (name for records in kinds for of_kind in records for one in of_kind for name in one.metrics)
+    tables = (*STEP.values(), *ROUND.values(), *HELD_OUT.values())
+    rows = [row for row in tables if row.chart and row not in STEP_PARTS.values()]
+    judged = {row.chart for row in (*EVAL.values(), *HELD_OUT.values())}
     rows.sort(key=lambda row: row.chart not in judged)
     place = sum(row.chart in judged for row in rows)
     rows[place:place] = [named(name) for name in dict.fromkeys(metrics)]
@@ -80,20 +86,35 @@ def _eval_lines(run: _Run, title: str) -> list[Line]:
     for name, row in _rows(EVAL_OF_DATA, title).items():
         for data in dict.fromkeys(data for one in evals for data in one.by_data):
             values.append((data, _values([one.by_data.get(data) for one in evals], name, row)))
-    lines = [Line(name, run.eval_axes, ys, has_dots=True) for name, ys in values]
+    axes = run.axes_at([one.step for one in evals])
+    lines = [Line(name, axes, ys, has_dots=True) for name, ys in values]
+    return [line for line in lines if np.isfinite(line.ys).any()]
+
+
+def _round_lines(run: _Run, title: str) -> list[Line]:
+    """Return the lines of a chart over rounds of rollouts, and over held-out prompts."""
+    lines = []
+    kinds: tuple[tuple[Table, Sequence[Any], str], ...] = (
+        (ROUND, run.log.rounds, "round"), (HELD_OUT, run.log.held_out, "held out"),
+    )  # fmt: skip
+    for table, records, label in kinds:
+        for name, row in _rows(table, title, records).items():
+            axes, values = run.axes_at([record.step for record in records]), _values(records, name, row)
+            lines.append(Line(label if row.label == title else row.label, axes, values, has_dots=True))
     return [line for line in lines if np.isfinite(line.ys).any()]
 
 
 def _beside(title: str, row: Figure, runs: Sequence[_Run]) -> Iterator[Chart]:
     """Yield the charts of several runs, of steps and of evaluations; the first line of each stands for its run."""
-    for shown, lines_of in ((title, _step_lines), (f"{title}, evaluation", _eval_lines)):
+    of_evals = f"{title}, evaluation"
+    for shown, lines_of in ((title, _step_lines), (of_evals, _eval_lines), (title, _round_lines)):
         firsts = [(run.name, line) for run in runs for line in lines_of(run, title)[:1]]
         lines = [Line(name, line.axes, line.ys, line.is_smooth, line.has_dots) for name, line in firsts]
         if lines:
             yield _line_chart(shown, row, lines, max(runs, key=lambda run: len(run.log.steps)))
 
 
-def _rows(table: Table, title: str, records: Sequence[StepRecord | EvalRecord] = ()) -> dict[str, Figure]:
+def _rows(table: Table, title: str, records: Sequence[Any] = ()) -> dict[str, Figure]:
     """Return the rows of a chart; its title may be the name of a figure that an objective names."""
     is_named = any(title in record.metrics for record in records)
     return {title: named(title)} if is_named else {name: row for name, row in table.items() if row.chart == title}
@@ -109,10 +130,13 @@ def _on_axes(name: str, log: RunLog, unit_s: float, time_name: str) -> _Run:
     steps = np.array([0.0, *(record.step for record in log.steps)])
     tokens = np.cumsum([0.0, *(record.tokens_per_s * seconds_of(record) for record in log.steps)])
     seconds = np.maximum.accumulate([0.0, *(record.elapsed_s / unit_s for record in log.steps)])
-    at = np.array([float(record.step) for record in log.evals])
-    eval_axes = {"step": at, "tokens": np.interp(at, steps, tokens), "time": np.interp(at, steps, seconds)}
+
+    def axes_at(at_steps: Sequence[int]) -> Axes:
+        at = np.array(at_steps, np.float64)
+        return {"step": at, "tokens": np.interp(at, steps, tokens), "time": np.interp(at, steps, seconds)}
+
     axes = {"step": steps[1:], "tokens": tokens[1:], "time": seconds[1:]}
-    return _Run(name, log, axes, eval_axes, {"step": "step", "tokens": "tokens", "time": time_name})
+    return _Run(name, log, axes, axes_at, {"step": "step", "tokens": "tokens", "time": time_name})
 
 
 def _line_chart(title: str, row: Figure, lines: Sequence[Line], run: _Run) -> Chart:

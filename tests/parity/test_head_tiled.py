@@ -486,7 +486,7 @@ def test_the_kernel_of_a_tile_equals_autograd(scale, softcap, size, vocabulary, 
     impossible, column = logits.clone(), int(targets[120] == 0)
     impossible[120, column] = float("-inf")
     if softcap is None:
-        *_, found_entropies = tile_terms(impossible, targets, scale, softcap, with_entropy=True)
+        *_, found_entropies = tile_terms(impossible.clone(), targets, scale, softcap, with_entropy=True)
         rest = impossible[120].double()[impossible[120].isfinite()] * scale
         torch.testing.assert_close(found_entropies[120].double(), plain_entropy(rest), rtol=1e-5, atol=1e-5)
 

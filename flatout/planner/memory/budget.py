@@ -61,7 +61,7 @@ class TokenStatistics:
     @classmethod
     def of(cls, plan: TrainingPlan) -> TokenStatistics:
         """Take the statistics of a plan with any token budget; looks for the largest step among `NUM_STEPS_SEEN`."""
-        num_tokens, longest = int(plan.samples.lengths.sum()), int(plan.unit_tokens.max())
+        num_tokens, longest = int(plan.samples.lengths.sum()), int(plan.part_tokens.max())
         ranks = [
             [batch.num_padded_tokens for batch in rank]
             for step in plan.sampled_steps(NUM_STEPS_SEEN)

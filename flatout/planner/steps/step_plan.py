@@ -95,7 +95,9 @@ class StepPlan:
 
 def padding_share(steps: Sequence[StepPlan]) -> float:
     """Return the share of padding in the tokens that the passes of these steps compute, without fillers."""
-    return 1.0 - sum(step.num_real_tokens for step in steps) / sum(step.num_padded_tokens for step in steps)
+    # steps of a round without answers to train have none
+    num_padded = sum(step.num_padded_tokens for step in steps)
+    return 1.0 - sum(step.num_real_tokens for step in steps) / num_padded if num_padded else 0.0
 
 
 def shared_flops(batches: Sequence[MicroBatch], cost: CostModel) -> float:
@@ -329,7 +331,7 @@ def check_fits(samples: Samples, layout: BatchLayout) -> None:
 
 def _check_units(samples: Samples, layout: BatchLayout, named: Callable[[int], str]) -> None:
     """Raise UsageError if a unit of several samples has more tokens than a micro-batch may have."""
-    if samples.units is None:
+    if samples.units is None or samples.parts_units:
         return
     starts = samples.unit_starts
     # padding may lift a unit over the budget

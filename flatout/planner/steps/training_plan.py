@@ -55,6 +55,11 @@ class PlannedSamples:
         """Tokens that a pass computes for each unit, int64 (U,): its prefix once, or its rows with padding."""
         return self.samples.unit_tokens(is_padded=self.batch_layout.is_padded, prefixes=self.batch_layout.unit_prefixes)
 
+    @cached_property
+    def part_tokens(self) -> NDArray[np.int64]:
+        """As `unit_tokens`, of what a pass takes whole: units, or samples of units that may be parted."""
+        return self.samples.part_tokens(is_padded=self.batch_layout.is_padded, prefixes=self.batch_layout.unit_prefixes)
+
     def flops(self, step: StepPlan) -> float:
         """Return the FLOPs of one step by the cost model, with those of padding."""
         indices = self.samples.indices_of(step.sample_ids)
@@ -85,11 +90,14 @@ class PlannedSamples:
         )
 
     def largest_unit(self, micro_batches: Sequence[MicroBatch]) -> int:
-        """Return the tokens of the largest unit in these micro-batches, as rows with their padding: none is smaller."""
+        """Return the tokens of the largest part in these micro-batches, as rows with their padding: none is smaller.
+
+        A part is a unit, or a sample of units that may be parted.
+        """
         indices = self.samples.indices_of([sample_id for batch in micro_batches for sample_id in batch.sample_ids])
-        if self.unit_offsets is not None:
+        if self.unit_offsets is not None and not self.samples.parts_units:
             indices = np.searchsorted(self.unit_offsets, indices, side="right") - 1
-        return int(self.unit_tokens[indices].max())
+        return int(self.part_tokens[indices].max())
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +207,8 @@ class TrainingPlan(PlannedSamples):
     def padding_avoided(self, steps: Sequence[StepPlan]) -> float:
         """Return the share of a padding loader's tokens that are padding and not computed; 0 if steps compute more."""
         without = sum(step.num_padded_tokens + step.num_shared_tokens for step in steps)
-        return max(0.0, 1.0 - without / sum(map(self.naive_tokens, steps)))
+        naive = sum(map(self.naive_tokens, steps))  # 0 for steps of a round without samples
+        return max(0.0, 1.0 - without / naive) if naive else 0.0
 
     @property
     def shared_share(self) -> float:
@@ -364,24 +373,28 @@ def select_samples(
     sample_ids: ArrayLike | None,
     layout: BatchLayout,
     unit_offsets: ArrayLike | None = None,
+    *,
+    parts_units: bool = False,
 ) -> Samples:
     """Select a plan's samples from integer arrays (n,), tokens and label tokens of each; mapped ones stay on disk.
 
     `sample_ids` (ascending, unique) restricts them. Units begin at `unit_offsets` (U + 1,); by default each sample is
-    one. Raises UsageError for a sample or unit longer than a micro-batch of `layout`, and DataError for invalid ids,
-    empty or damaged data, a part of a unit, and data without label tokens.
+    one. With `parts_units`, micro-batches may part them, so that only samples have to fit. Raises UsageError for a
+    sample or unit longer than a micro-batch of `layout`, and DataError for invalid ids, empty or damaged data, a part
+    of a unit, and data without label tokens.
     """
     lengths, num_label_tokens = np.asanyarray(lengths), np.asanyarray(num_label_tokens)
     if lengths.ndim != 1 or lengths.shape != num_label_tokens.shape:
         raise DataError(f"lengths {lengths.shape} and label counts {num_label_tokens.shape} must be equal 1-d shapes")
-    samples = Samples(lengths, num_label_tokens, units=unit_numbers(unit_offsets, None))
+    samples = Samples(lengths, num_label_tokens, units=unit_numbers(unit_offsets, None), parts_units=parts_units)
     if sample_ids is not None:
         ids = np.asarray(sample_ids, dtype=np.int64)
         if ids.ndim != 1 or (ids.size and (ids[0] < 0 or ids[-1] >= len(lengths))) or (np.diff(ids) <= 0).any():
             raise DataError(f"sample ids must be ascending and unique, from 0 to {len(lengths) - 1}")
         # giving all ids is the same as giving none
         if len(ids) != len(lengths):
-            samples = Samples(lengths[ids], num_label_tokens[ids], ids, unit_numbers(unit_offsets, ids))
+            units = unit_numbers(unit_offsets, ids)
+            samples = Samples(lengths[ids], num_label_tokens[ids], ids, units, parts_units=parts_units)
     if not len(samples):
         raise DataError("the data set is empty; add rows")
     check_fits(samples, layout)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -31,8 +31,9 @@ class Item(NamedTuple):
 class Samples:
     """Samples in training order: integer arrays of the same shape (n,); `ids` None means 0 to n - 1.
 
-    `units` numbers the unit of each, whose samples follow each other; None: each sample is a unit. `tower_flops` are
-    those of each sample's pictures, float64 (n,); None: no sample has any.
+    `units` numbers the unit of each, whose samples follow each other; None: each sample is a unit. With `parts_units`,
+    steps count and permute units, but ranks and micro-batches may part them. `tower_flops` are those of each sample's
+    pictures, float64 (n,); None: no sample has any.
     """
 
     lengths: Integers
@@ -40,6 +41,7 @@ class Samples:
     ids: Integers | None = None
     units: Integers | None = None
     tower_flops: NDArray[np.float64] | None = None
+    parts_units: bool = False
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -48,7 +50,7 @@ class Samples:
         ids = indices if self.ids is None else self.ids[indices]
         units = None if self.units is None else self.units[indices]
         tower = None if self.tower_flops is None else self.tower_flops[indices]
-        return Samples(self.lengths[indices], self.num_label_tokens[indices], ids, units, tower)
+        return Samples(self.lengths[indices], self.num_label_tokens[indices], ids, units, tower, self.parts_units)
 
     def tower_flops_of(self, indices: NDArray[np.int64]) -> float:
         """Return the FLOPs of these samples' pictures."""
@@ -60,9 +62,12 @@ class Samples:
         return wanted_ids if self.ids is None else np.searchsorted(self.ids, wanted_ids)
 
     def items(self, cost: CostModel) -> list[Item]:
-        """Return the samples as plain Python values, which small loops read faster than arrays."""
+        """Return the samples as plain Python values, which small loops read faster than arrays.
+
+        Their units are those that stay whole.
+        """
         ids = range(len(self)) if self.ids is None else self.ids.tolist()
-        units = repeat(None) if self.units is None else self.units.tolist()
+        units = repeat(None) if self.units is None or self.parts_units else self.units.tolist()
         costs = cost.flops(self.lengths, self.num_label_tokens)
         costs = (costs if self.tower_flops is None else costs + self.tower_flops).tolist()
         return list(map(Item, ids, self.lengths.tolist(), self.num_label_tokens.tolist(), costs, units))
@@ -88,6 +93,10 @@ class Samples:
             return sizes * (row_length(longest) if with_padding else longest)
         again = 0 if prefixes is None or self.units is None else (sizes - 1) * prefixes[self.units[starts]]
         return np.asarray(np.add.reduceat(self.lengths, starts, dtype=np.int64) - again)
+
+    def part_tokens(self, **layout: Any) -> NDArray[np.int64]:
+        """Return the tokens of each part that stays whole: those of units as `unit_tokens` has them, or of samples."""
+        return (replace(self, units=None) if self.parts_units else self).unit_tokens(**layout)
 
 
 def unit_numbers(unit_offsets: ArrayLike | None, sample_ids: Integers | None) -> Integers | None:

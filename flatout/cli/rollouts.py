@@ -1,0 +1,64 @@
+"""`flatout rollouts`: the rounds of a run, and the answers of one with their rewards."""
+
+from __future__ import annotations
+
+import argparse
+
+from flatout.cli.parser import COUNT
+from flatout.cli.screen import WIDTH, aligned
+from flatout.errors import UsageError
+from flatout.io.redact import printable
+from flatout.track.record import HELD_OUT, ROUND, RatedAnswer
+from flatout.track.run_log import RunLog, read_run
+from flatout.view.open_runs import find_run
+
+_HEAD = ("round", "step", "reward", "held out", "tokens", "cut", "no signal", "new tok/s")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's options."""
+    parser.add_argument("run", type=find_run, metavar="RUN", help="a run of rounds, in any state")
+    parser.add_argument("--round", type=COUNT, metavar="N", help="show answers of this round, from 1")
+    parser.add_argument("--best", type=COUNT, default=3, metavar="N", help="how many with the greatest rewards (3)")
+    parser.add_argument("--worst", type=COUNT, default=3, metavar="N", help="how many with the least rewards (3)")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the rounds, or answers of one. Raises UsageError for a run without rounds, or a round that it lacks."""
+    log = read_run(args.run)
+    if not log.rounds:
+        raise UsageError(f"{args.run} has no rounds; rollout.rounds samples them")
+    if args.round is None:
+        print("\n".join(aligned([_HEAD, *_rows(log)])))
+        return
+    from flatout.view.rollouts import read_round  # imports the tokenizer
+
+    answers = read_round(args.run, args.round)
+    for title, some in (("best", answers.best(args.best)), ("worst", answers.worst(args.worst))):
+        print(f"{f' {title} of round {args.round} ':=^{WIDTH}}")
+        print("\n".join(map(_answer, some)))
+
+
+def _rows(log: RunLog) -> list[tuple[str, ...]]:
+    held_out = {record.step: record.reward for record in log.held_out}
+
+    def written(value: float | None, name: str) -> str:
+        return "-" if value is None else ROUND[name].write(value)
+
+    shown = ("mean_answer_tokens", "cut_share", "no_signal_share", "new_tokens_per_s")
+    rows = [
+        (
+            f"{one.round:,}", f"{one.step:,}", written(one.reward, "reward"),
+            written(held_out.get(one.step), "reward"), *(written(getattr(one, name), name) for name in shown),
+        )
+        for one in log.rounds
+    ]  # fmt: skip
+    last = max(held_out, default=0)
+    if last > log.rounds[-1].step:
+        rows.append(("-", f"{last:,}", "-", HELD_OUT["reward"].write(held_out[last] or 0.0), *"----"))
+    return rows
+
+
+def _answer(one: RatedAnswer) -> str:
+    each = ", ".join(f"{name} {'-' if value is None else f'{value:.4g}'}" for name, value in one.rewards.items())
+    return f"--- reward {one.reward:.4g} ({each})\n{printable(one.prompt.strip())}\n>>> {printable(one.answer.strip())}"

@@ -1,0 +1,162 @@
+"""One round on disk: what was sampled and scored is in a journal at once, and the whole round becomes a token store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flatout.config.objective import ADVANTAGE, ANSWERS, SAMPLER_LOGPROB
+from flatout.data.columns import PREFIX_TOKENS, Column
+from flatout.data.store_writer import new_store
+from flatout.data.token_store import StoreMeta, TokenStore
+from flatout.errors import ResourceError
+from flatout.io.durable_io import DurableIO
+from flatout.io.json_file import open_plain
+from flatout.io.own_files import AppendFile
+from flatout.rollout.advantages import Advantages
+from flatout.rollout.sampler import Completion, Ending
+
+ENDINGS: tuple[Ending, ...] = ("stop", "length", "positions")
+COLUMNS: Mapping[str, Column] = {
+    PREFIX_TOKENS: Column("int32", "unit", "tokens of the prompt that the answers share"),
+    ADVANTAGE: Column("float32", "token", "advantage of a sampled token"),
+    SAMPLER_LOGPROB: Column("float32", "token", "log-probability of a token in the distribution it was drawn from"),
+    ANSWERS: Column("float32", "sample", "for how many answers of its round it counts"),
+    "reward": Column("float32", "sample", "weighted sum of the rewards; NaN: not scored", partial=True),
+    "ending": Column("int8", "sample", "why the answer ended: 0 stop token, 1 length, 2 positions"),
+}
+"""What the store of a round has; a column `reward_NAME` a reward function comes to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All answers to one prompt of a round."""
+
+    place: int
+    """The prompt's place in the round."""
+    prompt: int
+    """The prompt's number among all."""
+    answers: tuple[Completion, ...]
+    rewards: tuple[tuple[float | None, ...], ...] | None = None
+    """Of each answer what each function gave it, None for no score; None before the group is scored."""
+    totals: tuple[float | None, ...] = ()
+    """The weighted sum of each answer's rewards; None for an answer that nothing has scored."""
+
+
+class Journal:
+    """What one rank has sampled and scored of a round: a line a group, on disk before the next one.
+
+    All ranks' journals of a round lie in one folder, which another number of ranks can read. A line that a crash cut
+    off is left out, and so are journals of another `identity`.
+    """
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any], rank: int) -> None:
+        """Open this rank's journal behind what a start before this one has left. Raises ResourceError."""
+        self.folder, self._first = folder, json.dumps(identity, sort_keys=True)
+        path, durable_io = folder / f"rank-{rank}.jsonl", DurableIO()
+        durable_io.make_dir(folder)
+        is_new = not path.exists() or next(self._lines(path), None) is None
+        if is_new:
+            durable_io.remove_tree(path)
+        self._file = AppendFile(path)
+        if is_new:
+            self._write(self._first)
+
+    def groups(self) -> dict[int, Group]:
+        """Return what all ranks have, by place: the newest line of each group."""
+        groups: dict[int, Group] = {}
+        for path in sorted(self.folder.glob("rank-*.jsonl")):
+            for line in islice(self._lines(path), 1, None):
+                group = _group_of(json.loads(line))
+                if group.place not in groups or group.rewards is not None:
+                    groups[group.place] = group
+        return groups
+
+    def _lines(self, path: Path) -> Iterator[bytes]:
+        """Yield the whole lines of a journal of this identity, its first one too."""
+        with open_plain(path) as file:
+            for number, line in enumerate(file):
+                if not line.endswith(b"\n") or (number == 0 and line.decode().rstrip("\n") != self._first):
+                    return
+                yield line
+
+    def add(self, group: Group) -> None:
+        """Append a group, which the system has once this returns. Raises ResourceError."""
+        answers = [[answer.token_ids, answer.logprobs, answer.ending] for answer in group.answers]
+        self._write(json.dumps([group.place, group.prompt, answers, group.rewards, group.totals]))
+
+    def _write(self, line: str) -> None:
+        self._file.write(line)
+        if self._file.trouble is not None:
+            raise ResourceError(self._file.trouble)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _group_of(line: Any) -> Group:
+    place, prompt, answers, rewards, totals = line
+    completions = tuple(Completion(tuple(ids), tuple(logprobs), ending) for ids, logprobs, ending in answers)
+    scored = None if rewards is None else tuple(map(tuple, rewards))
+    return Group(place, prompt, completions, scored, tuple(totals))
+
+
+def write_round(
+    folder: Path,
+    groups: Sequence[Group],
+    prompts: Sequence[Sequence[int]],
+    advantages: Advantages,
+    meta: StoreMeta,
+    reward_names: Sequence[str],
+    num_ids: int,
+) -> TokenStore:
+    """Write those answers of a round that are trained as a token store with a unit per group; atomic.
+
+    `prompts` are the token ids of each group's prompt, `advantages` those of all answers, group by group. The model can
+    draw `num_ids` tokens, also those that its tokenizer lacks. Raises ResourceError.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    by_reward = {f"reward_{name}": replace(COLUMNS["reward"], meaning=f"by {name}") for name in reward_names}
+    end = 0
+    with new_store(folder, num_ids, columns={**COLUMNS, **by_reward}) as writer:
+        for group, prompt in zip(groups, prompts, strict=True):
+            start, end = end, end + len(group.answers)
+            kept = np.flatnonzero(advantages.is_kept[start:end])
+            if not len(kept):
+                continue
+            answers = [group.answers[index] for index in kept]
+            counts, ids = [len(answer.token_ids) for answer in answers], [answer.token_ids for answer in answers]
+            rewards = np.array([(group.rewards or ())[index] for index in kept], np.float32)
+            values: dict[str, NDArray[Any]] = {
+                PREFIX_TOKENS: np.array([len(prompt) - 1], np.int32),
+                ADVANTAGE: _after(prompt, np.repeat(advantages.values[start:end][kept], counts), counts),
+                SAMPLER_LOGPROB: _after(prompt, np.concatenate([answer.logprobs for answer in answers]), counts),
+                ANSWERS: np.full(len(kept), advantages.count, np.float32),
+                "reward": np.array(group.totals, np.float32)[kept],
+                "ending": np.array([ENDINGS.index(answer.ending) for answer in answers], np.int8),
+                **{name: rewards[:, index] for index, name in enumerate(by_reward)},
+            }
+            writer.append(
+                np.concatenate([np.array([*prompt, *own], np.int32) for own in ids]),
+                _after(prompt, np.ones(sum(counts)), counts).astype(bool),
+                np.array(counts, np.int64) + len(prompt),
+                np.zeros(len(kept), np.int32),
+                np.full(len(kept), group.prompt + 1),
+                np.array([len(kept)], np.int64),
+                values,
+            )
+        writer.finish(replace(meta, max_token_id=writer.max_token_id), {})
+    return TokenStore.open(folder)
+
+
+def _after(prompt: Sequence[int], values: NDArray[Any], counts: Sequence[int]) -> NDArray[np.float32]:
+    """Return values of the tokens of answers, with a 0 for each token of the prompt before every answer."""
+    parts = np.split(values, np.cumsum(counts)[:-1])
+    return np.concatenate([np.concatenate([np.zeros(len(prompt)), part]) for part in parts]).astype(np.float32)

@@ -1,0 +1,142 @@
+"""Take steps of a run again, from a checkpoint and the answers on disk, and compare them bit by bit."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from flatout.checkpoint.tensor_file import TENSOR_SUFFIX, open_tensor_file
+from flatout.config.folders import RUN_NAME, round_folder
+from flatout.config.read import load_config, paths_in_place
+from flatout.config.schema import Config
+from flatout.config.track import TrackConfig
+from flatout.errors import DataError, UsageError
+from flatout.track.callback import Callback
+from flatout.track.console import ConsoleCallback
+from flatout.track.record import StepRecord
+from flatout.track.run_log import read_run
+from flatout.trainer.run import train
+
+# what a step computes, of which every bit is compared
+COMPARED = ("loss", "grad_norm", "lr", "token_accuracy", "metrics")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedStep:
+    """A step that was taken again; `differs` has each figure with its value then and now."""
+
+    step: int
+    differs: Mapping[str, tuple[object, object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a replay found."""
+
+    start: int
+    """The complete steps that it began from."""
+    steps: tuple[ReplayedStep, ...]
+    checkpoint: int | None
+    """The checkpoint whose weights and optimizer were compared; None: one process has written none between."""
+    differing_tensors: tuple[str, ...] = ()
+
+    @property
+    def is_equal(self) -> bool:
+        return not self.differing_tensors and not any(step.differs for step in self.steps)
+
+
+class _Replayed(Exception):  # noqa: N818  (the end, not an error)
+    """All steps were taken again."""
+
+
+class _Compare(Callback):
+    def __init__(self, records: Mapping[int, StepRecord], last: int, saved: int | None) -> None:
+        self._records, self._last, self._saved = records, last, saved
+        self.steps: list[ReplayedStep] = []
+
+    def on_step(self, record: StepRecord) -> None:
+        if (before := self._records.get(record.step)) is not None:
+            pairs = {name: (getattr(before, name), getattr(record, name)) for name in COMPARED}
+            differs = {name: (then, now) for name, (then, now) in pairs.items() if repr(then) != repr(now)}
+            self.steps.append(ReplayedStep(record.step, differs))
+        # a save of the last step follows its record
+        if record.step == self._last != self._saved:
+            raise _Replayed
+
+    def on_save(self, step: int, folder: Path) -> None:
+        if step == self._last:
+            raise _Replayed
+
+
+def replay(folder: Path, step: int, console: ConsoleCallback) -> Replay:
+    """Take the steps up to `step` (from 1) again, from the newest checkpoint before it, in a folder of its own.
+
+    On a CPU, and on a GPU with `deterministic`, a run has the same bits again. Raises UsageError for a step that it
+    has not taken or recorded, DataError for a round whose answers are gone, and what `train` raises.
+    """
+    log, config = read_run(folder), load_config(folder / "config.yaml")
+    records = {record.step: record for record in log.steps}
+    if step not in records:
+        known = f"; it has {min(records):,} to {max(records):,}" if records else ", which has none"
+        raise UsageError(f"step {step} is not recorded in {folder}{known}")
+    saved = sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
+    start = max((one for one in saved if one < step), default=0)
+    _require_answers(config, folder, range(start, step))
+    # ranks write shards, which one process does not
+    between = [one for one in saved if start < one <= step and log.start and log.start.num_ranks == 1]
+    compared = max(between, default=None)
+    with _prepared(config, folder, start, compared) as (again, copy):
+        watcher = _Compare({one: records[one] for one in records if start < one <= step}, step, compared)
+        with suppress(_Replayed):
+            train(again, callbacks=[watcher], console=console)
+        tensors: tuple[str, ...] = ()
+        if compared is not None:
+            name = f"checkpoints/step-{compared}"
+            tensors = tuple(_differing(folder / name, copy / name))
+    return Replay(start, tuple(watcher.steps), compared, tensors)
+
+
+def _require_answers(config: Config, folder: Path, steps: Sequence[int]) -> None:
+    if config.rollout.rounds is None:
+        return
+    for index in sorted({one // config.rollout.steps for one in steps}):
+        if not (file := round_folder(folder, index + 1).with_suffix(".json")).exists():
+            raise DataError(f"{file} is missing: without the answers of round {index + 1}, no step of it is replayed")
+
+
+@contextmanager
+def _prepared(config: Config, folder: Path, start: int, compared: int | None) -> Iterator[tuple[Config, Path]]:
+    """Yield the settings of a run in a temporary folder that resumes after `start` steps, and the folder."""
+    with tempfile.TemporaryDirectory(prefix="flatout-replay-") as temporary:
+        copy = Path(temporary) / folder.name
+        (copy / "checkpoints").mkdir(parents=True)
+        shutil.copy(folder / RUN_NAME, copy)
+        if start:
+            name = f"checkpoints/step-{start}"
+            shutil.copytree(folder / name, copy / name)
+        if (folder / "rollouts").exists():
+            (copy / "rollouts").symlink_to((folder / "rollouts").absolute())
+        here = paths_in_place(config, folder, config.folder)
+        checkpoint = here.checkpoint.model_copy(update={"every_steps": compared, "asynchronous": False})
+        yield here.model_copy(
+            update={
+                "run_dir": copy, "log_every_steps": 1, "checkpoint": checkpoint, "track": TrackConfig(),
+                "eval": here.eval.model_copy(update={"every_steps": None, "prompts": []}),
+            }
+        ), copy  # fmt: skip
+
+
+def _differing(then: Path, now: Path) -> Iterator[str]:
+    """Yield the tensors of a checkpoint that a replay has written otherwise, with their files."""
+    for file in sorted(then.glob(f"*{TENSOR_SUFFIX}")):
+        with open_tensor_file(file) as before, open_tensor_file(now / file.name) as after:
+            for name in before.keys():  # noqa: SIM118  (no mapping)
+                one, other = (tensors.get_tensor(name).reshape(-1).view(torch.uint8) for tensors in (before, after))
+                if not torch.equal(one, other):
+                    yield f"{file.name}: {name}"

@@ -1,0 +1,158 @@
+"""Rounds of rollouts: sample answers, score them, and train on them; what an earlier start did is not repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import TypeAdapter
+
+from flatout.config.folders import round_folder
+from flatout.config.schema import Config
+from flatout.data.columns import PREFIX_TOKENS
+from flatout.data.rollout_columns import with_rollout_columns
+from flatout.data.token_store import TokenStore
+from flatout.errors import CheckpointError, DataError
+from flatout.io.durable_io import DurableIO
+from flatout.io.json_file import read_json, validated
+from flatout.parallel.rank import Rank
+from flatout.planner.steps.prefixes import UnitPrefixes
+from flatout.planner.steps.rounds import BoundsPlan
+from flatout.planner.steps.training_plan import select_samples
+from flatout.planner.steps.units import Samples
+from flatout.rollout.rewards.pool import Rewards
+from flatout.track.callback import Reporter
+from flatout.track.record import RoundRecord
+from flatout.trainer.normalizers import make_normalizers
+from flatout.trainer.rollout_prompts import RolloutPrompts
+from flatout.trainer.round_answers import collect_round, digest_of, identity_of, journal_folder
+from flatout.trainer.state import TrainingRun
+
+# groups that are scored, and then in the journal, at once
+SCORED_GROUPS = 16
+# answers that a record shows: the best, and as many of the worst
+NUM_SHOWN = 3
+# characters of each that are shown
+MAX_SHOWN = 2000
+_RECORD = TypeAdapter(RoundRecord)
+
+
+def rounds_of(run: TrainingRun) -> Iterator[TrainingRun]:
+    """Yield the run with the steps of each round that is not complete; a run on a data set once, as it is.
+
+    Raises PassesStopped if a stop is requested while a round is sampled or scored, and CheckpointError if the answers
+    are gone that the next step of a checkpoint needs.
+    """
+    prompts = run.planned.data.rollouts
+    if prompts is None:
+        yield run
+        return
+    rounds, lengths = prompts.rounds, dict[int, float]()
+    for index in range(run.progress.step // rounds.steps, rounds.num_rounds):
+        if run.progress.stopped_early:
+            return
+        is_there, store = open_round(run, prompts, index)
+        if not is_there:
+            store = collect_round(run, prompts, index, lengths)
+        if store is not None:
+            counts = np.diff(store.offsets)
+            lengths |= {int(row) - 1: float(counts[store.rows == row].mean()) for row in np.unique(store.rows)}
+        run.progress.round_store = None if store is None else digest_of(store)
+        yield with_round(run, index, store)
+
+
+def with_round(run: TrainingRun, index: int, store: TokenStore | None) -> TrainingRun:
+    """Return the run with the steps of a round, whose loader reads its answers; None: no answer is trained."""
+    planned, plan = run.planned, run.plan
+    assert isinstance(plan, BoundsPlan)
+    if store is None:
+        none = np.zeros(0, np.int64)
+        normalizers = replace(planned.normalizers, values=dict.fromkeys(planned.normalizers.values, np.zeros(0)))
+        return replace(
+            run, planned=replace(planned, plan=plan.of_round(index, Samples(none, none)), normalizers=normalizers)
+        )
+    store = with_rollout_columns(store)
+    layout, units = plan.batch_layout, store.unit_offsets
+    if layout.prefixes is not None:
+        offsets = np.arange(store.num_samples + 1) if units is None else units
+        layout = replace(layout, prefixes=UnitPrefixes.of(offsets, store.extra[PREFIX_TOKENS], None))
+    samples = select_samples(store.lengths, store.num_label_tokens, None, layout, units, parts_units=True)
+    steps = replace(plan, batch_layout=layout).of_round(index, samples)
+    run.loader.read_from(store)
+    data = planned.data._replace(split=planned.data.split._replace(store=store))
+    return replace(
+        run, planned=replace(planned, data=data, plan=steps, normalizers=make_normalizers(planned.objective, store))
+    )
+
+
+def open_round(run: TrainingRun, prompts: RolloutPrompts, index: int) -> tuple[bool, TokenStore | None]:
+    """Return whether a round was sampled and scored before, and its answers; None if none is trained. Collective.
+
+    Raises CheckpointError if a step of the round is complete, and its answers are missing or other ones.
+    """
+    folder = round_folder(run.config.folder, index + 1)
+
+    def look() -> list[str | None]:
+        """Return what identifies the answers; empty without any."""
+        is_begun = run.progress.step > index * run.config.rollout.steps
+        try:
+            there = _digest_on_disk(run, folder, None if is_begun else identity_of(run, prompts, index))
+        except DataError as error:
+            if is_begun:
+                raise CheckpointError(_lost(run, index, error.text)) from error
+            run.reporter.event("round_again", {"round": index + 1, "why": error.text})
+            return []
+        if is_begun and there != [run.progress.round_store]:
+            why = f"{folder} has other answers than the checkpoint's" if there else f"{folder} is missing"
+            raise CheckpointError(_lost(run, index, why))
+        return there
+
+    there = run.checkpoints.group.run_on_first_rank(look)
+    return bool(there), TokenStore.open(folder) if there and there[0] is not None else None
+
+
+def _digest_on_disk(run: TrainingRun, folder: Path, identity: Mapping[str, Any] | None) -> list[str | None]:
+    """Return what identifies a round's answers; empty without any. Raises DataError, also for those of another run."""
+    if not (file := folder.with_suffix(".json")).exists():
+        return []
+    facts = read_json(file, DataError)
+    if identity is not None and facts["identity"] != identity:
+        raise DataError(f"{file}: its answers are of another model, other rewards or other settings")
+    # the start before may have ended between the round and its record
+    run.reporter.record(validated(_RECORD, facts["record"], str(file), DataError))
+    if facts["digest"] is None:
+        return [None]
+    store = TokenStore.open(folder)
+    for sample in range(store.num_samples):  # before a step reads them
+        if store.check is not None:
+            store.check(sample)
+    if digest_of(store) != facts["digest"]:
+        raise DataError(f"{folder}: its answers are not those that {file} names")
+    DurableIO().remove_tree(journal_folder(folder))
+    return [facts["digest"]]
+
+
+def _lost(run: TrainingRun, index: int, why: str) -> str:
+    return (
+        f"step {run.progress.step} is in round {index + 1}, whose other steps need its answers: {why}; restore them, "
+        "or remove this checkpoint, so that an earlier one goes on"
+    )
+
+
+@contextmanager
+def opened_rewards(config: Config, reporter: Reporter, rank: Rank) -> Iterator[Rewards | None]:
+    """Yield what scores a run's answers, whose processes end with the block; None for a run on a data set.
+
+    Raises UsageError for a reward function that cannot be used.
+    """
+    if config.rollout.rounds is None:
+        yield None
+        return
+    log_file = config.folder / "logs" / f"rewards-{rank.index}.log"
+    DurableIO().make_dir(log_file.parent)
+    with Rewards(config.rollout.rewards, log_file, log=lambda line: reporter.stage("rewards", line)) as rewards:
+        yield rewards

@@ -1,0 +1,63 @@
+"""The answers of a round of rollouts, as its run folder has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from flatout.config.folders import round_folder
+from flatout.config.objective import REWARD
+from flatout.config.read import load_config
+from flatout.data.token_store import TokenStore
+from flatout.data.tokenizer import tokenizer_of
+from flatout.errors import UsageError
+from flatout.track.record import RatedAnswer
+from flatout.track.run_log import read_run
+
+_BY_FUNCTION = f"{REWARD}_"
+
+
+@dataclass(frozen=True, slots=True)
+class RoundAnswers:
+    """The answers of one round that were trained, the greatest reward first."""
+
+    round: int
+    answers: tuple[RatedAnswer, ...]
+
+    def best(self, count: int = 5) -> tuple[RatedAnswer, ...]:
+        """Return the answers with the greatest rewards."""
+        return self.answers[:count]
+
+    def worst(self, count: int = 5) -> tuple[RatedAnswer, ...]:
+        """Return the answers with the least rewards, the least first."""
+        return self.answers[: -count - 1 : -1]
+
+
+def read_round(folder: Path, number: int) -> RoundAnswers:
+    """Read the answers of a round, from 1, of a run folder.
+
+    Raises UsageError for a round that the run has not sampled, or of which no answer was trained, and DataError for a
+    damaged one.
+    """
+    rounds = [record.round for record in read_run(folder).rounds]
+    if number not in rounds:
+        known = f"; it has rounds {rounds[0]} to {rounds[-1]}" if rounds else ", which has none"
+        raise UsageError(f"round {number} is not one of {folder}{known}")
+    config, place = load_config(folder / "config.yaml"), round_folder(folder, number)
+    if not place.exists():
+        raise UsageError(
+            f"{place} is missing: no answer of round {number} was trained, or rollout.keep has removed them"
+        )
+    store, tokenizer = TokenStore.open(place), tokenizer_of(config.data, config.model.name)
+    names = [name for name in store.extra if name.startswith(_BY_FUNCTION)]
+    answers = []
+    for index in np.argsort(-np.asarray(store.extra[REWARD]), kind="stable").tolist():
+        ids, mask = store.sample(index).pair
+        start = int(np.argmax(mask))
+        prompt, answer = (str(tokenizer.decode(part, skip_special_tokens=True)) for part in (ids[:start], ids[start:]))
+        values = {name.removeprefix(_BY_FUNCTION): float(store.extra[name][index]) for name in names}
+        given = {name: None if np.isnan(value) else value for name, value in values.items()}
+        answers.append(RatedAnswer(prompt, answer, float(store.extra[REWARD][index]), given))
+    return RoundAnswers(number, tuple(answers))

@@ -1,0 +1,294 @@
+"""Runs of rounds: what is sampled, scored and trained, by any number of ranks, killed anywhere, and replayed."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from itertools import count
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from warm_process import WarmProcess
+
+from flatout import load
+from flatout.config.read import dump_config, make_config
+from flatout.data.token_store import TokenStore
+from flatout.errors import CheckpointError, UsageError
+from flatout.parallel.rank import Rank
+from flatout.track.callback import Reporter
+from flatout.trainer.planned_run import open_and_plan
+from flatout.trainer.run import train
+
+QUESTIONS = ("Sort the words", "Count up", "Say it backwards", "Who are you?", "Spell cat", "What is next?")
+# lines of the answer, counted by a person's own function; a second one that is only reported
+REWARDS = """
+def commas(answer, row):
+    return float(answer.count("e") + row["bonus"])
+
+def reward(completions, **columns):
+    return [None if "q" in answer else len(answer) / 10 for answer in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def world(tiny, tmp_path_factory):
+    """A folder with prompts and rewards; `config(name, ...)` is a run of two rounds of two steps in it."""
+    root = tmp_path_factory.mktemp("rounds")
+    rows = [{"prompt": f"{QUESTIONS[n % 6]} {n}.", "bonus": n % 2} for n in range(10)]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (root / "rewards.py").write_text(REWARDS)
+
+    def config(name, **sections):
+        rewards = [f"{root}/rewards.py:commas", {"path": f"{root}/rewards.py:reward", "weight": 0.5}]
+        values = {
+            "run_dir": str(root / name), "device": "cpu", "seed": 7, "method": "full", "objective": "grpo",
+            "model": {"name": str(tiny.model_dir), "precision": "fp32"}, "optim": {"lr": 3e-3},
+            "data": {"sources": [{"path": str(root / "prompts.jsonl")}], "root": str(root / "data")},
+            "rollout": {"rounds": 2, "prompts": 4, "group": 3, "steps": 2, "max_new_tokens": 6, "rewards": rewards},
+            "checkpoint": {"every_steps": 1, "keep": 9}, "eval": {"fraction": 0.2, "every_steps": 2, "prompts": []},
+        }  # fmt: skip
+        for section, more in sections.items():
+            before = values.get(section)
+            values[section] = {**before, **more} if isinstance(before, dict) and isinstance(more, dict) else more
+        return make_config(values, [])
+
+    config.root = root
+    return config
+
+
+@pytest.fixture(scope="module")
+def ran(world):
+    train(world("whole", rollout={"temperature": 0.8}))
+    return world.root / "whole"
+
+
+def stores(folder):
+    return [TokenStore.open(path) for path in sorted((folder / "rollouts").glob("round-??????"))]
+
+
+def final(folder):
+    return load_file(folder / "final" / "model.safetensors")
+
+
+def assert_same_end(one, other, atol=0.0):
+    for (name, expected), got in zip(final(one).items(), final(other).values(), strict=True):
+        assert torch.allclose(expected, got, rtol=0, atol=atol), name
+
+
+def test_a_round_is_what_plain_transformers_and_numpy_say(ran, tiny):
+    """Labels are the sampled tokens; each has its log-probability at the temperature, and its answer's advantage."""
+    model = AutoModelForCausalLM.from_pretrained(tiny.model_dir, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tiny.model_dir)
+    first, log = stores(ran)[0], load(ran).log
+    scores = []
+    for index in range(first.num_samples):
+        ids, mask = first.sample(index).pair
+        start = int(np.argmax(mask))
+        assert mask[start:].all()
+        assert not mask[:start].any()
+        assert 1 <= len(ids) - start <= 6
+        with torch.no_grad():
+            logits = model(torch.tensor(ids, dtype=torch.int64)[None]).logits[0, :-1] / 0.8
+        expected = logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]][start - 1 :]
+        sampled = first.sample(index, ["sampler_logprob"]).columns["sampler_logprob"][start:]
+        assert np.allclose(sampled, expected.numpy(), atol=2e-5)
+        row = json.loads((ran.parent / "prompts.jsonl").read_text().splitlines()[int(first.rows[index]) - 1])
+        answer = tokenizer.decode(ids[start:], skip_special_tokens=True)
+        commas, length = answer.count("e") + row["bonus"], None if "q" in answer else len(answer) / 10
+        scores.append(commas + (0.0 if length is None else 0.5 * length))
+    assert np.allclose(first.extra["reward"], scores, atol=1e-6)
+    for start, end in zip(first.unit_offsets, first.unit_offsets[1:], strict=False):
+        own = np.array(scores[start:end])
+        assert end - start == 3, "a unit is all answers to one prompt"
+        assert len(set(first.rows[start:end])) == 1
+        for index, advantage in enumerate((own - own.mean()) / (own.std(ddof=1) + 1e-4), start=int(start)):
+            values = first.sample(index, ["advantage"]).columns["advantage"]
+            assert np.allclose(values[first.sample(index).loss_mask], advantage, atol=1e-4)
+    assert [record.round for record in log.rounds] == [1, 2]
+    assert [record.step for record in log.rounds] == [0, 2]
+    assert log.rounds[0].reward == pytest.approx(np.mean(scores), abs=1e-6), "no group was without a signal"
+    assert [record.step for record in log.steps] == [1, 2, 3, 4]
+    assert [record.num_steps for record in log.steps] == [4] * 4
+    # the first step of a round is taken by the weights that sampled it
+    mismatch = [step.metrics["mismatch/max"] for step in log.steps]
+    assert max(mismatch[0], mismatch[2]) < 1 + 1e-4 < mismatch[1]
+    assert [record.step for record in log.held_out] == [0, 2, 4]
+    assert log.held_out[0].num_answers == 2
+
+
+def test_two_ranks_sample_and_learn_what_one_does(ran, world):
+    config = world("ranks", gpus=2, strategy="ddp", rollout={"temperature": 0.8})
+    run_ranks(config, world.root)
+    for one, other in zip(stores(ran), stores(world.root / "ranks"), strict=True):
+        assert np.array_equal(one.token_ids, other.token_ids)
+        assert np.array_equal(one.rows, other.rows)
+        assert np.allclose(one.extra["reward"], other.extra["reward"])
+        assert np.allclose(one.extra["sampler_logprob"], other.extra["sampler_logprob"], atol=1e-5)
+    assert_same_end(ran, world.root / "ranks", atol=2e-5)
+
+
+def run_ranks(config, root):
+    file = root / "run.yaml"
+    file.write_text(dump_config(config))
+    process = start(file, root / "ranks.log")
+    assert process.wait(600) == 0, (root / "ranks.log").read_text()
+
+
+def start(file, log):
+    return WarmProcess(["-m", "flatout", "train", str(file)], os.environ, log)
+
+
+def journal_lines(folder):
+    return sum(len(path.read_text().splitlines()) - 1 for path in folder.glob("rollouts/.round-*/rank-*.jsonl"))
+
+
+# what has happened by the time of a kill
+MOMENTS = {
+    "sampling": lambda folder: journal_lines(folder) >= 2,
+    "scoring": lambda folder: journal_lines(folder) >= 5,
+    "the first round": lambda folder: (folder / "rollouts/round-000001.json").exists(),
+    "a save": lambda folder: (folder / "checkpoints/step-1").exists(),
+    "the second round": lambda folder: (folder / "rollouts/round-000002.json").exists(),
+    "the third step": lambda folder: (folder / "checkpoints/step-3").exists(),
+}
+
+
+def test_a_run_that_is_killed_at_any_moment_ends_with_the_same_bits(ran, world):
+    """SIGKILL, one after the other: what was sampled and scored is not again, and steps go on."""
+    config = world("killed", rollout={"temperature": 0.8})
+    file, folder, starts = world.root / "killed.yaml", config.folder, count()
+    file.write_text(dump_config(config))
+    for moment, has_come in MOMENTS.items():
+        process = start(file, world.root / f"killed-{next(starts)}.log")
+        while process.poll() is None and not has_come(folder):
+            time.sleep(0.002)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        assert process.wait(60) in (-signal.SIGKILL, 0), moment
+    assert start(file, world.root / "killed.log").wait(600) == 0, (world.root / "killed.log").read_text()
+    for one, other in zip(stores(ran), stores(folder), strict=True):
+        assert np.array_equal(one.token_ids, other.token_ids)
+        assert np.array_equal(one.extra["sampler_logprob"], other.extra["sampler_logprob"])
+    assert_same_end(ran, folder)
+    assert not list(folder.glob("rollouts/.round-*")), "journals leave with their rounds"
+
+
+def test_a_step_is_replayed_to_the_bit_and_a_difference_is_named(ran, tmp_path, capsys):
+    from flatout.cli.main import main
+
+    run = tmp_path / "run"
+    shutil.copytree(ran, run)
+    assert main(["replay", str(run), "--step", "4"]) == 0
+    said = capsys.readouterr().out
+    assert "step 4: equal" in said
+    assert "after step 4: equal" in said
+    shutil.rmtree(run / "checkpoints/step-3")
+    lines = (run / "metrics.jsonl").read_text()
+    loss = load(run).log.steps[2].loss
+    (run / "metrics.jsonl").write_text(lines.replace(json.dumps(loss), json.dumps(loss * 1.0000001 + 1e-9)))
+    assert main(["replay", str(run), "--step", "4"]) == 5
+    assert "step 3: loss was" in capsys.readouterr().out
+    assert main(["replay", str(run), "--step", "9"]) == 2
+
+
+def test_rounds_and_their_answers_are_listed(ran, capsys):
+    from flatout.cli.main import main
+
+    assert main(["rollouts", str(ran)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4, "a head, two rounds, and the last evaluation"
+    assert main(["rollouts", str(ran), "--round", "2", "--best", "1", "--worst", "1"]) == 0
+    answers = load(ran).rollouts(2)
+    rewards = [one.reward for one in answers.answers]
+    assert rewards == sorted(rewards, reverse=True)
+    assert answers.best(1)[0].reward == rewards[0]
+    assert f"reward {rewards[0]:.4g} (commas" in capsys.readouterr().out
+    assert main(["rollouts", str(ran), "--round", "3"]) == 2
+
+
+def test_a_round_without_a_signal_changes_nothing_and_is_counted(world, tiny):
+    file = world.root / "same.py"
+    file.write_text("def same(answer, row):\n    return 1.0\n")
+    train(world("same", rollout={"rewards": [f"{file}:same"]}, eval={"fraction": 0.0, "every_steps": None}))
+    log = load(world.root / "same").log
+    assert [record.no_signal_share for record in log.rounds] == [1.0, 1.0]
+    assert [record.num_trained for record in log.rounds] == [0, 0]
+    assert sum(event["kind"] == "skipped" for event in log.events) == 4
+    before = load_file(tiny.model_dir / "model.safetensors")
+    assert all(torch.equal(value, final(world.root / "same")[name]) for name, value in before.items())
+
+
+def test_answers_that_are_gone_are_sampled_again_before_their_first_step_and_missed_after_it(ran, world, tmp_path):
+    def without(name, *steps):
+        folder = world.root / name
+        shutil.copytree(ran, folder)
+        for step in steps:
+            shutil.rmtree(folder / f"checkpoints/step-{step}")
+        shutil.rmtree(folder / "final")
+        (folder / "rollouts/round-000002/token_ids.npy").write_bytes(b"damaged")
+        return world(name, rollout={"temperature": 0.8})
+
+    again = without("again", 3, 4)
+    train(again)
+    assert_same_end(ran, again.folder)
+    # answers that other weights have sampled are no answers of this run
+    other = without("other", 1, 2, 3, 4)
+    (other.folder / "rewards.py").write_text("def commas(answer, row):\n    return 1.0 * len(answer)\n")
+    rewards = {"rewards": [f"{other.folder}/rewards.py:commas"], "temperature": 0.8}
+    train(world("other", rollout=rewards))
+    assert set(load(other.folder).log.rounds[0].metrics) == {"reward/commas"}
+    with pytest.raises(CheckpointError, match="round 2"):
+        train(without("missed", 4))
+
+
+@pytest.mark.parametrize(
+    ("sections", "names", "fix"),
+    [
+        ({"rollout": {"rewards": []}}, "rewards", None),
+        ({"rollout": {"steps": 5}}, "steps", {"rollout.steps": 1}),
+        ({"rollout": {"rounds": None}}, "rollout", {"rollout.rounds": 100}),
+        ({"batch": {"samples_per_step": 8}}, "batch.samples_per_step", None),
+        ({"batch": {"max_steps": 8}}, "batch.max_steps", None),
+        ({"eval": {"fraction": 0.0, "data": "other"}}, "eval.data", None),
+    ],
+)
+def test_settings_that_rounds_do_not_read_are_refused(world, sections, names, fix):
+    """The run of `ran` is the accepting twin of all."""
+    with pytest.raises(UsageError) as refused:
+        world("refused", **sections)
+    assert names in str(refused.value)
+    if fix is not None:
+        assert fix in [one.settings for one in refused.value.fixes]
+
+
+@pytest.mark.parametrize(
+    ("sections", "fix"),
+    [
+        ({"objective": "cross_entropy"}, {"objective": "grpo"}),
+        ({"objective": {"kind": "grpo", "temperature": 0.5}}, {"rollout.temperature": 0.5}),
+        ({"strategy": "fsdp"}, {"strategy": "ddp"}),
+    ],
+)
+def test_a_run_that_cannot_learn_from_its_answers_is_refused_before_it_samples(world, sections, fix):
+    """The twin of all plans for two ranks."""
+    open_and_plan(world("planned"), Reporter(), Rank(0, 2))
+    with pytest.raises(UsageError) as refused:
+        open_and_plan(world("refused", **sections), Reporter(), Rank(0, 2))
+    assert fix in [one.settings for one in refused.value.fixes]
+
+
+def test_a_lora_run_samples_with_its_adapter(world, tiny):
+    """With shared prefixes off and on, and a reward of ours; the first step agrees with the sampler."""
+    config = world(
+        "lora", method="lora", lora={"rank": 4}, objective={"kind": "dr_grpo"}, optim={"lr": 1e-2},
+        rollout={"rounds": 2, "rewards": [{"kind": "length", "max_tokens": 3}]},
+    )  # fmt: skip
+    train(config)
+    log = load(config.folder).log
+    for step in (log.steps[0], log.steps[2]):
+        if step.num_label_tokens:
+            assert step.metrics["mismatch/max"] == pytest.approx(1, abs=1e-4)
+    assert set(log.rounds[0].metrics) == {"reward/length"}
