@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flatout.config.objective import REFERENCE
+from flatout.config.objective import REFERENCE, REFERENCE_TOKENS
 from flatout.data.add_column import add_column
 from flatout.data.columns import Column
 from flatout.data.token_store import TokenStore
@@ -19,12 +19,24 @@ MOST_KEPT = 16
 _PREFIX = "reference_"
 
 
-def with_reference(store: TokenStore) -> TokenStore:
-    """Return the store with the column REFERENCE in memory, float64 (num_samples,); NaN is not computed yet."""
+def with_reference(store: TokenStore, name: str = REFERENCE) -> TokenStore:
+    """Return the store with a column of the reference in memory, unless it has it; NaN is not computed yet.
+
+    REFERENCE is float64 (num_samples,), REFERENCE_TOKENS float32 (num_tokens,).
+    """
+    if name in store.columns:
+        return store
     meaning = "log-probability of the label tokens by the reference"
-    column = Column("float64", "sample", meaning, fingerprint=REFERENCE, partial=True)
-    values = np.full(store.num_samples, np.nan)
-    return replace(store, columns={**store.columns, REFERENCE: column}, extra={**store.extra, REFERENCE: values})
+    column = Column("float64", "sample", meaning, name, partial=True)
+    if is_token := name == REFERENCE_TOKENS:
+        column = replace(column, dtype="float32", per="token")
+    values = np.full(len(store.token_ids) if is_token else store.num_samples, np.nan, column.stored)
+    return replace(store, columns={**store.columns, name: column}, extra={**store.extra, name: values})
+
+
+def lacks_reference(store: TokenStore, names: Collection[str]) -> bool:
+    """Whether a run has to compute some of these columns of the reference."""
+    return any(store.columns[name].partial and np.isnan(store.extra[name]).any() for name in names)
 
 
 def column_of_key(key: str) -> str:

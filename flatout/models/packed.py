@@ -131,6 +131,8 @@ class PackedBatch:
     """Prefixes of several samples, documents at the start of the stream; positions of the rest go on after them."""
     keys: KeyPieces | None = None
     """The keys of a rank's shard of the tokens, of which D counts pieces of documents."""
+    label_places: torch.Tensor | None = None
+    """Which of the micro-batch's label tokens a rank's shard has, int64 (L,); None: all."""
     loss_columns: BatchColumns | None = None
     """What the objective reads besides; its names are properties of the batch."""
     cache: Any = None

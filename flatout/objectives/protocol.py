@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 from pydantic import PrivateAttr, ValidationError
 
 from flatout.config.data import Format
-from flatout.config.objective import ANSWERS, MOVING, NO_MOVING
+from flatout.config.objective import ANSWERS, MOVING, NO_MOVING, REFERENCE, REFERENCE_TOKENS
 from flatout.config.optim import LR_OF_METHOD
 from flatout.config.section import Section
 
@@ -132,6 +132,11 @@ class Objective(Section):
     def needed_columns(self) -> tuple[str, ...]:
         """The columns that it reads with its settings: `columns`, unless a setting asks for more."""
         return self.columns
+
+    @property
+    def reference_columns(self) -> tuple[str, ...]:
+        """Those of `needed_columns` that hold log-probabilities by the reference."""
+        return tuple(name for name in self.needed_columns if name in (REFERENCE, REFERENCE_TOKENS))
 
     @property
     def batch_columns(self) -> tuple[str, ...] | None:

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flatout.data.token_store import TokenStore
 from flatout.errors import Fix, ResourceError
 from flatout.models.model_with_loss import ModelWithLoss, sums_of
 from flatout.models.packed import PackedBatch
@@ -287,30 +288,45 @@ def compute_logprobs(
     sample_ids: Sequence[int],
     *,
     per: Literal["token", "sample"] = "sample",
+    temperature: float = 1.0,
 ) -> NDArray[np.float64]:
-    """Return the log-probability of each sample's label tokens, or their sum per sample, in the order of `sample_ids`.
+    """Return the log-probability of each sample's label tokens in softmax(logits / temperature), in `sample_ids` order.
 
-    Collective. `sample_ids` are all samples of the step. Call it within `inference` or `as_in_training`, which choose
-    the kernels, with the weights in the model whose log-probabilities are wanted.
+    Per sample it is their sum; per token there is a value for each token, 0 without a label. Collective. `sample_ids`
+    are all samples of the step. Call it within `inference` or `as_in_training`, which choose the kernels, with the
+    weights in the model whose log-probabilities are wanted.
     """
-    ones = np.ones(len(sample_ids), np.int64)
-    counts = ones if per == "sample" else np.asarray(loader.store.num_label_tokens)[list(sample_ids)]
-    ends = np.cumsum(counts)
-    places = {i: np.arange(end - count, end) for i, end, count in zip(sample_ids, ends, counts, strict=True)}
+    places, count = _places_of(loader.store, sample_ids, per)
 
     def compute(loss: ModelWithLoss, batch: PackedBatch) -> tuple[Tensor]:
         tokens = loss.label_tokens(batch)
-        values = tokens.logprobs if per == "token" else tokens.by_sample(tokens.logprobs)
-        return (values.detach(),)
+        values = tokens.logprobs_at(temperature)
+        return ((values if per == "token" else tokens.by_sample(values)).detach(),)
 
     def run_passes(passes: Sequence[MicroBatch], batches: Iterator[PackedBatch]) -> Tensor:
-        logprobs = torch.zeros(int(counts.sum()), dtype=torch.float64, device=run.device)
+        logprobs = torch.zeros(count, dtype=torch.float64, device=run.device)
         for planned, batch in zip(passes, batches, strict=True):
             with autocast(run):
                 (values,) = run.loss_module(batch, compute)
             if not planned.is_filler:
-                logprobs[np.concatenate([places[i] for i in planned.sample_ids])] = values.double()
+                where = np.concatenate([places[i] for i in planned.sample_ids])
+                if per == "token" and batch.label_places is not None:
+                    where = where[batch.label_places.cpu().numpy()]
+                logprobs[where] = values.double()
         return logprobs
 
     logprobs = run_with_oom_retry(run, plan, step, loader, "reference", run_passes)
     return np.array(run.strategy.sum_values(logprobs).tolist())
+
+
+def _places_of(
+    store: TokenStore, sample_ids: Sequence[int], per: Literal["token", "sample"]
+) -> tuple[Mapping[int, NDArray[np.int64]], int]:
+    """Return where each sample's values go among all, and the number of all."""
+    if per == "sample":
+        return {i: np.array([place]) for place, i in enumerate(sample_ids)}, len(sample_ids)
+    lengths = store.lengths[list(sample_ids)]
+    starts = np.cumsum(lengths) - lengths
+    # a first token is never predicted
+    labels = (np.flatnonzero(store.sample(i).loss_mask[1:]) + 1 for i in sample_ids)
+    return {i: start + own for i, start, own in zip(sample_ids, starts, labels, strict=True)}, int(lengths.sum())

@@ -15,6 +15,7 @@ from flatout.config.objective import REFERENCE, ObjectiveConfig
 from flatout.config.own_code import OwnCode
 from flatout.config.schema import Config
 from flatout.data.kl_pairs import KLStore, make_kl_store
+from flatout.data.reference_column import lacks_reference
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError, Fix, UsageError
 from flatout.io.kept_facts import hashes_of
@@ -172,7 +173,7 @@ def plan_run(
     reporter.stage("strategy", steps.parallel_layout.reason)
     reporter.stage("memory", memory.reason)
     reporter.stage("plan", plan.describe(steps.parallel_layout.context_ranks))
-    report_objective(settings.method, plan, reporter, normalizers := make_normalizers(objective, store))
+    report_objective(settings.method, store, plan, reporter, normalizers := make_normalizers(objective, store))
     eval_sets = plan_evaluation(data, config.eval.best, plan, memory.micro_batch_tokens, reporter)
     kl_pairs, eval_sets = plan_kl_pairs(objective, store, plan, eval_sets)
     # a model that scores answers nothing
@@ -219,15 +220,18 @@ def check_backward_update(settings: PlanSettings, plan: TrainingPlan, rank: Rank
             )
 
 
-def report_objective(method: str, plan: TrainingPlan, reporter: Reporter, normalizers: Normalizers) -> None:
+def report_objective(
+    method: str, store: TokenStore, plan: TrainingPlan, reporter: Reporter, normalizers: Normalizers
+) -> None:
     """Tell what is notable of an objective's data, and what its reference and its estimates cost."""
     objective, part = normalizers.objective, "third" if method == "full" else "half"
     for note in objective.notes({name: float(values.sum()) for name, values in normalizers.values.items()}):
         reporter.event("objective", {"notes": note})
-    if REFERENCE in objective.columns:
+    if lacks_reference(store, objective.reference_columns):
         num_steps = min(plan.num_steps, plan.steps_per_epoch)
         cost = f"forward passes over {num_steps:,} steps before step 0, about a {part} of the time of these"
-        reporter.event("reference", {"costs": f"{cost}; skipped once they are cached"})
+        cached = "; skipped once they are cached" if REFERENCE in objective.columns else ""
+        reporter.event("reference", {"costs": f"{cost}{cached}"})
     if objective.estimates:
         cost = "each step begins with forward passes over its prompts with the answers to other prompts"
         reporter.event("estimates", {"costs": f"{cost}, about a {part} of the time of the rest"})
@@ -328,7 +332,7 @@ def _identity(store: TokenStore, columns: Sequence[str]) -> dict[str, Any]:
 def reference_identity(config: Config, objective: Objective) -> dict[str, Any]:
     """Return what identifies the adapter that is the reference; empty without one. May raise ResourceError."""
     adapter = config.objective.reference.adapter or config.lora.continue_from
-    if adapter is None or REFERENCE not in objective.columns:
+    if adapter is None or not objective.reference_columns:
         return {}
     return {"reference": hashes_of({name: adapter / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)})}
 

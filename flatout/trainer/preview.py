@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from flatout.config.objective import REFERENCE
 from flatout.config.schema import Config
+from flatout.data.reference_column import lacks_reference
 from flatout.errors import ResourceError
 from flatout.parallel.rank import Rank
 from flatout.planner.devices import ANY_DEVICE, DEVICES, GIB
@@ -139,7 +139,7 @@ def summarize_plan(
 
 def _reference_passes(planned: PlannedRun) -> Iterator[tuple[PlannedSamples, StepPlan]]:
     """Yield the passes of the reference, as `compute_reference` takes them: of one epoch, then of evaluations."""
-    if REFERENCE not in planned.objective.columns:
+    if not lacks_reference(planned.store, planned.objective.reference_columns):
         return
     num_steps = min(planned.plan.num_steps, planned.plan.steps_per_epoch)
     for data_set in planned.data_sets:

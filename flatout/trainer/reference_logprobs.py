@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,14 +19,16 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
-from flatout.config.objective import REFERENCE
-from flatout.data.reference_column import MOST_KEPT, add_kept, keep_on_disk
+from flatout.config.objective import REFERENCE, REFERENCE_TOKENS
+from flatout.data.reference_column import MOST_KEPT, add_kept, keep_on_disk, lacks_reference
 from flatout.data.token_store import TokenStore
 from flatout.errors import Fix, NumericError, ResourceError, UsageError
 from flatout.models.load.source import fingerprint_model
 from flatout.models.lora.adapter import load_adapter
+from flatout.parallel.shards import local_part
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.planner.steps.training_plan import PlannedSamples, TrainingPlan
 from flatout.trainer.batch_loader import BatchLoader
@@ -41,24 +43,33 @@ KEEPING_SHARE = 0.05
 
 
 def compute_reference(run: TrainingRun, *, compares: bool) -> None:
-    """Fill the column REFERENCE of the run's data sets, if its objective has one; collective.
+    """Fill the columns REFERENCE and REFERENCE_TOKENS of the run's data sets, if its objective has one; collective.
 
     The model is the run's at step 0. What an earlier run or attempt has kept under an equal key is not computed again,
     but for its first step if it `compares`: the start then says how far that run's rounding is from this one's.
     Raises UsageError for a reference that this run cannot compute, NumericError for one that is not finite.
     """
-    if REFERENCE not in run.planned.objective.columns:
+    objective, adapter = run.planned.objective, run.config.objective.reference.adapter
+    if not objective.reference_columns:
         return
-    adapter, plan = run.config.objective.reference.adapter, run.plan
-    first_epoch = min(plan.num_steps, plan.steps_per_epoch)
+    first_epoch = min(run.plan.num_steps, run.plan.steps_per_epoch)
     with weights_of(run, adapter):
+        if (
+            REFERENCE_TOKENS in objective.needed_columns
+            and run.config.method == "lora"
+            and not run.strategy.engine_state
+        ):
+            run.state.reference_weights = _weights_on_host(run)
         for data_set, loader in zip(run.planned.data_sets, run.loaders, strict=True):
             if isinstance(data_set, EvalSet):
                 context, chunks = inference(run), partial(_eval_chunks, data_set.step)
             else:
                 context, chunks = as_in_training(run), partial(_first_steps, data_set.plan, first_epoch)
             with context:
-                _fill_reference(run, loader, data_set.plan, chunks, compares)
+                if REFERENCE in objective.columns:
+                    _fill_reference(run, loader, data_set.plan, chunks, compares)
+                else:
+                    _fill_tokens(run, loader, data_set.plan, chunks())
     if run.device.type == "cuda":
         # the reference took an epoch's passes, and the first steps are compared with their own plan
         torch.cuda.reset_peak_memory_stats(run.device)
@@ -76,6 +87,61 @@ def compute_step(run: TrainingRun, step: StepPlan) -> None:
             loader.store.extra[REFERENCE][ids] = compute_logprobs(run, loader, data_set.plan, planned_step, ids)
 
 
+def compute_token_column(
+    run: TrainingRun, loader: BatchLoader, plan: PlannedSamples, steps: Iterable[StepPlan], *, temperature: float
+) -> NDArray[np.float32]:
+    """Return a token column (num_tokens,) of a data set: log-probabilities in softmax(logits / temperature).
+
+    Collective. 0 at tokens without a label and in samples of no step. Call it as `compute_logprobs`; within
+    `reference_weights`, and then `as_in_training`, it is of the reference. Raises NumericError for a value that is not
+    finite.
+    """
+    store, offsets = loader.store, loader.store.offsets
+    column = np.zeros(int(offsets[-1]), np.float32)
+    for step in steps:
+        ids = _ids(step)
+        values = compute_logprobs(run, loader, plan, step, ids, per="token", temperature=temperature)
+        for sample_id, own in zip(ids, np.split(values, np.cumsum(store.lengths[ids])[:-1]), strict=True):
+            _require_finite(store, sample_id, own.sum())
+            column[offsets[sample_id] : offsets[sample_id + 1]] = own
+    return column
+
+
+@contextmanager
+def reference_weights(run: TrainingRun) -> Iterator[None]:
+    """Put the reference's weights in the model: those of step 0, or those of `objective.reference.adapter`.
+
+    For a run whose objective needs REFERENCE_TOKENS. Raises UsageError if it has trained and kept no copy of them: all
+    weights of a model would be too many.
+    """
+    kept = run.state.reference_weights
+    if not kept:
+        if run.progress.num_updates:
+            raise UsageError(
+                f"the reference is the model at step 0, of which a run with method {run.config.method} and strategy "
+                f"{run.planned.parallel_layout.strategy} keeps no copy; train adapters, or without kl",
+                [Fix({"method": "lora"})],
+            )
+        yield
+        return
+    trained = _weights_on_host(run)
+    _set_weights(run, kept)
+    try:
+        yield
+    finally:
+        _set_weights(run, trained)
+
+
+def _weights_on_host(run: TrainingRun) -> dict[str, Tensor]:
+    return {name: local_part(weight).detach().to("cpu", copy=True) for name, weight in run.named_parameters.items()}
+
+
+@torch.no_grad()
+def _set_weights(run: TrainingRun, weights: Mapping[str, Tensor]) -> None:
+    for name, weight in run.named_parameters.items():
+        local_part(weight).copy_(weights[name])
+
+
 @contextmanager
 def weights_of(run: TrainingRun, adapter: Path | None) -> Iterator[None]:
     """Put the weights of another adapter (None: no other) in the model. Raises UsageError where they are sharded."""
@@ -87,15 +153,13 @@ def weights_of(run: TrainingRun, adapter: Path | None) -> Iterator[None]:
             f"objective.reference.adapter needs whole weights; {run.planned.parallel_layout.strategy} shards them",
             [Fix({"strategy": "ddp"})],
         )
-    trained_weights = {name: parameter.detach().clone() for name, parameter in run.named_parameters.items()}
+    trained = _weights_on_host(run)
     load_adapter(run.model, adapter)
     run.reporter.stage("reference", f"the adapter in {adapter}")
     try:
         yield
     finally:
-        with torch.no_grad():
-            for name, parameter in run.named_parameters.items():
-                parameter.copy_(trained_weights[name])
+        _set_weights(run, trained)
 
 
 def _first_steps(plan: TrainingPlan, count: int) -> Iterator[StepPlan]:
@@ -148,7 +212,8 @@ def _fill_reference(
         # what is known stays as it is: it may be of another packing
         is_unknown = np.isnan(values[ids])
         values[ids[is_unknown]] = computed[is_unknown]
-        _require_finite(store, unknown)
+        for sample_id in unknown:
+            _require_finite(store, sample_id, values[sample_id])
         done += len(unknown)
         before = time.perf_counter()
         if done == total or (before - kept_at) * KEEPING_SHARE >= keeping_s:
@@ -158,6 +223,18 @@ def _fill_reference(
     line = f"{name}: {total:,} log-probabilities in {time.perf_counter() - started:.1f} s, cached for other runs"
     were_known = f"; {num_needed - total:,} were {earlier}"
     run.reporter.stage("reference", line + (were_known if num_needed > total else ""))
+
+
+def _fill_tokens(run: TrainingRun, loader: BatchLoader, plan: PlannedSamples, chunks: Iterable[StepPlan]) -> None:
+    """Fill one data set's token column of the reference, unless it came with one."""
+    store, started = loader.store, time.perf_counter()
+    if not lacks_reference(store, [REFERENCE_TOKENS]):
+        return
+    run.reporter.phase("computing the reference")
+    temperature = getattr(run.planned.objective, "temperature", 1.0)
+    store.extra[REFERENCE_TOKENS][:] = compute_token_column(run, loader, plan, chunks, temperature=temperature)
+    took = f"log-probabilities of tokens in {time.perf_counter() - started:.1f} s"
+    run.reporter.stage("reference", f"{store.meta.name}: {took}")
 
 
 def _rounding_of_known(run: TrainingRun, loader: BatchLoader, plan: PlannedSamples, chunk: StepPlan) -> str:
@@ -178,11 +255,10 @@ def _unknown(values: NDArray[np.float64], chunk: StepPlan) -> list[int]:
     return list(ids[np.isnan(values[ids])].tolist())
 
 
-def _require_finite(store: TokenStore, ids: Sequence[int]) -> None:
-    values = store.extra[REFERENCE][ids]
-    if (wrong := np.flatnonzero(~np.isfinite(values))).size:
+def _require_finite(store: TokenStore, sample_id: int, logprob: float) -> None:
+    if not math.isfinite(logprob):
         raise NumericError(
-            f"{store.origin(ids[wrong[0]])}: the reference's log-probability is {values[wrong[0]]}; check the row",
+            f"{store.origin(sample_id)}: the log-probability is {logprob}; check the row",
             [Fix({"model.precision": "fp32"})],
         )
 

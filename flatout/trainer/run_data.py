@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch.cuda import device_count
 
 from flatout.checkpoint.write import data_of
-from flatout.config.objective import ADVANTAGE, REFERENCE, REWARD, UNDESIRABLE, ObjectiveConfig, ReferenceConfig
+from flatout.config.objective import ADVANTAGE, REWARD, UNDESIRABLE, ObjectiveConfig, ReferenceConfig
 from flatout.config.optim import lr_of
 from flatout.config.schema import Config, DataConfig
 from flatout.data.build import open_or_build
@@ -138,7 +138,7 @@ def checked_objective(config: Config, reporter: Reporter) -> Objective:
             f"eval.best: {config.eval.best!r} is not a metric of {objective.name}; it has {', '.join(metrics)}"
         )
     if config.objective.reference != ReferenceConfig():
-        why = f"objective {objective.name}, which has no reference" if REFERENCE not in objective.columns else ""
+        why = f"objective {objective.name}, which has no reference" if not objective.reference_columns else ""
         why = why or ("method: full" if config.method == "full" else "")
         if why:
             raise UsageError(f"objective.reference.adapter has no effect with {why}; remove it")
@@ -261,7 +261,8 @@ def open_tokens(data: DataConfig, config: Config, reporter: Reporter, objective:
         progress=lambda done, total: reporter.phase("tokenizing row", done, total or 0),
         log=lambda text: reporter.stage("tokens", text),
     )
-    store = with_reference(store) if REFERENCE in objective.columns else store
+    for name in objective.reference_columns:
+        store = with_reference(store, name)
     store = with_undesirable(store) if UNDESIRABLE in objective.columns else store
     store = with_advantages(store, objective, reporter)
     store.require_columns(objective.columns, who := f"objective {objective.name}")

@@ -92,6 +92,9 @@ class LoopState:
     first_loss: float | None = None
     """The loss of this process's first step."""
     has_diverged: bool = False
+    reference_weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The reference's values of trained weights, by name on the host, for rounds that compute it later; this rank's
+    shards. Empty if nobody needs them."""
     not_finite: set[str] = field(default_factory=set)
     """Metrics of the objective that were reported as not finite."""
     sampler: InProcess | None = None

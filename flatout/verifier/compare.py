@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flatout.checkpoint.write import Checkpoints
-from flatout.config.objective import REFERENCE
+from flatout.config.objective import POLICY_LOGPROB, REFERENCE, REFERENCE_TOKENS
 from flatout.config.schema import Config
+from flatout.data.reference_column import lacks_reference
 from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import read_json
 from flatout.parallel.control_group import ControlGroup
@@ -147,9 +148,12 @@ class Reference:
 def plan_quietly(config: Config, rank: Rank) -> PlannedRun:
     """Plan the run without logging, with the reference that plain transformers has computed if the run's folder has it.
 
-    So that no other is computed, samples of other steps have a value too.
+    So that no other is computed, samples of other steps have a value too. Of tokens it is what the policy's is.
     """
     planned = open_and_plan(config, Reporter(), rank, weakest_gpu(config, ControlGroup(rank)))
+    for data_set in planned.data_sets if REFERENCE_TOKENS in planned.objective.needed_columns else ():
+        if lacks_reference(store := data_set.store, [REFERENCE_TOKENS]):
+            store.extra[REFERENCE_TOKENS][:] = store.extra.get(POLICY_LOGPROB, 0.0)
     if (file := config.folder / LOGPROBS).exists():
         stores = [data_set.store for data_set in planned.data_sets]
         for store in stores:

@@ -96,6 +96,7 @@ class ContextShard:
             sample_counts=spread(batch.sample_counts),
             label_rows=torch.from_numpy(label_rows)[is_own],
             label_ids=batch.label_ids[is_own],
+            label_places=is_own.nonzero()[:, 0],
             loss_columns=batch.loss_columns and batch.loss_columns.of_labels(lambda values: values[is_own]),
             cu_seqlens=torch.from_numpy(padded_boundaries(ends - begins, num_boundaries)),
             max_seqlen=_max_seqlen(ends - begins, num_boundaries),
