@@ -29,19 +29,6 @@ def environments(num_ranks: int, listener: socket.socket, env: Mapping[str, str]
     return made
 
 
-def start_ranks(
-    commands: Sequence[Sequence[str]], env: Mapping[str, str] | None = None, **popen: Any
-) -> list[subprocess.Popen[Any]]:
-    """One process a command, in the order of ranks; the first one's store listens on a socket that is bound here."""
-    with socket.create_server((LOOPBACK, 0)) as listener:
-        return [
-            subprocess.Popen(command, env=own, pass_fds=(() if rank else (listener.fileno(),)), **popen)
-            for rank, (command, own) in enumerate(
-                zip(commands, environments(len(commands), listener, env), strict=True)
-            )
-        ]
-
-
 class ColdProcess(subprocess.Popen[bytes]):
     """`python WORDS` as it is started anywhere, with both streams in `log`: a forked process cannot use CUDA."""
 

@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from spawned_ranks import start_ranks
+from spawned_ranks import start_warm_ranks
+from warm_process import WarmProcess
 
 from flatout.cli.main import main
 from flatout.config.read import dump_config
@@ -137,13 +136,17 @@ def test_ranks_that_see_different_run_folders_are_found(tiny, tmp_path, shared):
     for place in places:
         place.mkdir(exist_ok=True)
     # each in the folder of its node
-    doctor = [sys.executable, "-m", "flatout", "doctor", str(tmp_path / "run.yaml"), "--json"]
-    commands = [["sh", "-c", 'cd "$0" && exec "$@"', str(place), *doctor] for place in places]
-    processes = start_ranks(commands, {"PYTHONPATH": str(Path(__file__).parents[3])}, stdout=subprocess.PIPE, text=True)
+    words = ["-m", "flatout", "doctor", str(tmp_path / "run.yaml"), "--json"]
+
+    def start(words, env, log):
+        return WarmProcess(words, env, log, places[int(env["RANK"])])
+
+    processes = start_warm_ranks(2, lambda rank: words, tmp_path / "logs", start)
     outputs = [process.communicate(timeout=600)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0 if shared else 6, 0]
-    assert not outputs[1]
-    statuses = [finding["status"] for finding in json.loads(outputs[0]) if finding["what"] == "shared folder"]
+    assert [process.returncode for process in processes] == [0 if shared else 6, 0], outputs
+    assert "[" not in outputs[1]
+    found, _ = json.JSONDecoder().raw_decode(outputs[0][outputs[0].index("[") :])
+    statuses = [finding["status"] for finding in found if finding["what"] == "shared folder"]
     assert statuses == ["ok" if shared else "fail"]
     assert not list(tmp_path.glob("node*/run"))
 

@@ -164,10 +164,11 @@ def program(path: Path, code: str) -> None:
 # what llama.cpp's converter writes of a tokenizer whose end of turn it does not know
 CONVERTER = """
 print(*sys.argv[1:])
-import gguf, numpy, transformers
-tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[1])
+import gguf, json, numpy
+found = json.loads(pathlib.Path(sys.argv[1], "tokenizer.json").read_text())
+ids = found["model"]["vocab"] | {one["content"]: one["id"] for one in found["added_tokens"]}
 writer = gguf.GGUFWriter(sys.argv[3], "gemma2")
-writer.add_token_list(tokenizer.convert_ids_to_tokens(range(len(tokenizer))))
+writer.add_token_list(sorted(ids, key=ids.get))
 writer.add_eos_token_id(0)
 writer.add_tensor("converted", numpy.float32([1, 2]))
 writer.write_header_to_file()

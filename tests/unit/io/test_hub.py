@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from flatout.cli.main import main
 from flatout.config.schema import ModelConfig
 from flatout.errors import CheckpointError, FlatoutError
 from flatout.models.load.source import fingerprint_model
+from tests.usual import usual
 
 
 class Refusing(BaseHTTPRequestHandler):
@@ -87,7 +87,7 @@ def flatout(address: str, home: Path, *arguments: str) -> subprocess.CompletedPr
 @pytest.mark.parametrize(
     ("kind", "code", "said"),
     [
-        ("silent", 6, "does not answer within 1 s"),
+        pytest.param("silent", 6, "does not answer within 1 s", marks=pytest.mark.exhaustive),
         pytest.param("gone", 6, "does not answer within 1 s", marks=pytest.mark.exhaustive),
         pytest.param("refusing", 2, "the hub rejects it: ", marks=pytest.mark.exhaustive),
         pytest.param("listing", 6, "does not answer as a hub does", marks=pytest.mark.exhaustive),
@@ -117,18 +117,6 @@ def test_a_tokenizer_that_a_silent_hub_does_not_give_is_one_line(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_a_cached_model_loads_though_the_hub_is_silent(tiny, tmp_path):
-    repository = tmp_path / "hub" / "models--org--tiny"
-    shutil.copytree(tiny.model_dir, repository / "snapshots" / ("0" * 40))
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("0" * 40)
-    with hub("silent") as (address, connections):
-        done = flatout(address, tmp_path, "chat", "org/tiny", "--prompt", "a", "--max-new-tokens", "2")
-    assert done.returncode == 0, done.stderr
-    # all of its files wait for the hub once
-    assert len(connections) <= 2
-
-
 @pytest.fixture
 def here(tiny, tmp_path, monkeypatch):
     """A hub with the model org/tiny that this process uses; waits between the client's attempts take no time."""
@@ -138,16 +126,26 @@ def here(tiny, tmp_path, monkeypatch):
         yield running
 
 
-@pytest.mark.parametrize(
-    ("status", "code", "said"),
-    [
-        (403, 2, "the hub rejects it"),
-        (429, 6, "answers with an error (429)"),
-        (500, 6, "answers with an error (500)"),
-        (503, 6, "answers with an error (503)"),
-        (404, 2, "the hub rejects it"),
-    ],
-)
+@pytest.mark.parametrize(("name", "code"), [("someone/tiny", 0), ("someone/none", 6)])
+def test_a_silent_hub_is_waited_for_once_and_a_cached_model_loads(here, monkeypatch, capsys, name, code):
+    chat = ["chat", name, "--prompt", "a", "--device", "cpu", "--max-new-tokens", "1"]
+    assert code or main(chat) == 0
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_ETAG_TIMEOUT", 0.3)
+    # what was found out before counts no more
+    monkeypatch.setattr("flatout.io.hub.ASK_EVERY_S", 30.0)
+    here.silent = "/"
+    here.calls.clear()
+    assert main(chat) == code
+    assert ("does not answer within 0.3 s" in capsys.readouterr().err) == bool(code)
+    # by itself, the client would send ten requests and wait for minutes
+    assert 1 <= len(here.calls) <= 2
+
+
+STATUSES = [(status, 2, "the hub rejects it") for status in (403, 404)]
+STATUSES += [(status, 6, f"answers with an error ({status})") for status in (429, 500, 503)]
+
+
+@pytest.mark.parametrize(("status", "code", "said"), usual(STATUSES, [STATUSES[0], STATUSES[4]]))
 def test_an_error_of_the_hub_is_not_a_file_that_does_not_exist(here, status, code, said, capsys):
     here.fails = {"config.json": status}
     assert main(["chat", "someone/tiny", "--prompt", "a", "--device", "cpu"]) == code
