@@ -46,3 +46,20 @@ def test_without_this_package_compat_says_what_to_install(monkeypatch: pytest.Mo
     monkeypatch.delitem(sys.modules, "flatout.compat", raising=False)
     with pytest.raises(ImportError, match="pip install"):
         importlib.import_module("flatout.compat")
+
+
+def test_a_data_set_is_built_of_one_source() -> None:
+    from flatout_migrate.doors import parser_of
+
+    parser, tokenizer = parser_of("hypersloth-build-dataset"), ["--tokenizer", "t"]
+    assert parser.parse_args(["org/chats", *tokenizer]).dataset == "org/chats"
+    for sources in ([], ["org/chats", "--local_path", "a.json"]):
+        with pytest.raises(SystemExit):
+            parser.parse_args([*sources, *tokenizer])
+
+
+def test_opensloths_devices_are_its_gpus() -> None:
+    from flatout_migrate.doors.opensloth import OpenSlothConfig, TrainingArguments
+
+    config = OpenSlothConfig(data={"path": "a.jsonl"}, fast_model_args={"model_name": "m"}, devices=[0, 1])
+    assert config.to_config(TrainingArguments(report_to="none")).gpus == [0, 1]

@@ -67,6 +67,7 @@ def test_other_trainers(
 
     monkeypatch.chdir(tmp_path)
     config = getattr(trl, f"{name}Config")(**given)
+    assert config.learning_rate == 1e-6
     trainer = getattr(trl, f"{name}Trainer")(str(tiny.model_dir), args=config, train_dataset=PAIRS)
     settings = trainer._settings()
     assert settings["objective"] == objective
