@@ -280,12 +280,12 @@ def test_bad_pictures_are_counted_and_the_rest_is_trained(world, cases, capfd):
     assert "complete" in capfd.readouterr().out
 
 
-@pytest.mark.exhaustive
-def test_each_alone_is_read_or_named_in_a_sentence(world, cases):
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.exhaustive), 9])
+def test_each_alone_is_read_or_named_in_a_sentence(world, cases, step):
     wrong = []
-    for number, (name, (row, fate)) in enumerate(cases.items()):
+    for number, (name, (row, fate)) in enumerate([*cases.items()][::step]):
         try:
-            build(world, f"one-{number}", [row])
+            build(world, f"one-{number}", [row], special_tokens="text")  # alone, it is all rows
             said = GOOD
         except DataError as error:
             said = str(error)

@@ -45,6 +45,8 @@ def said(*pairs: tuple[str, str]) -> list[dict[str, str]]:
 SHAPES: list[tuple[str, dict[str, Any], tuple[Message, ...]]] = [
     ("messages", {"messages": [QUESTION, ANSWER]}, (U, A)),
     ("messages in a json text", {"messages": json.dumps([QUESTION, ANSWER])}, (U, A)),
+    ("messages in json texts", {"messages": [json.dumps(QUESTION), json.dumps(ANSWER)]}, (U, A)),
+    ("sharegpt in a json text", {"messages": json.dumps(said(("human", "q"), ("gpt", "a")))}, (U, A)),
     ("messages beside other columns", {"prompt": "q", "text": "x", "messages": [QUESTION, ANSWER]}, (U, A)),
     ("role and content under conversations", {"conversations": [QUESTION, ANSWER]}, (U, A)),
     ("sharegpt", {"conversations": said(("human", "q"), ("gpt", "a"))}, (U, A)),

@@ -1,6 +1,5 @@
 """Text, prompt/completion and rows already tokenized; and which format a row is taken for."""
 
-import json
 from typing import Any
 
 import pytest
@@ -83,15 +82,6 @@ def test_the_columns_to_set_are_named_and_work(names):
     sample = parsed(row, columns=source["columns"])
     assert isinstance(sample, Conversation)
     assert [message.content for message in sample.messages] == ["q", "a"]  # the input is the question, not both
-
-
-def test_messages_written_as_json_text_are_read():
-    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    shared = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-    for value in (json.dumps(turns), [json.dumps(turn) for turn in turns], json.dumps(shared)):
-        sample = parsed({"messages": value})
-        assert isinstance(sample, Conversation)
-        assert [message.content for message in sample.messages] == ["q", "a"]
 
 
 def test_segments_say_what_carries_loss(small_tokenizer_dir):

@@ -15,8 +15,6 @@ from flatout.errors import DataError
 
 U, A = Message("user", "Weather?"), Message("assistant", "Sunny.")
 GET = ToolCall("get", {"city": "Rome"})
-CALL = Message("assistant", "", tool_calls=(GET,))
-RESULT = Message("tool", '{"sky": "blue"}')
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "function": {"name": "get", "description": "asks", "parameters": SCHEMA}}
 NAMED = TOOL["function"]

@@ -12,6 +12,7 @@ from flatout.data.loss_mask.mask import Masker
 from flatout.data.templates.template import ChatTemplate, choose_template
 from flatout.data.tokenizer import control_pattern
 from flatout.errors import DataError
+from tests.usual import usual
 
 PLAIN = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -137,7 +138,10 @@ def _fuzzed(rng: random.Random, row: int, takes_reasoning: bool) -> Conversation
     return Conversation(tuple(turns), Origin("fuzz", row))
 
 
-@pytest.mark.parametrize(("source", "number"), [("chatml", 6000), (REWRITING, 2500), (PLAIN, 1500)])
+FUZZED = [("chatml", 6000), (REWRITING, 2500), (PLAIN, 1500), ("chatml", 600), (REWRITING, 250), (PLAIN, 150)]
+
+
+@pytest.mark.parametrize(("source", "number"), usual(FUZZED, FUZZED[3:]))
 def test_decoded_labels_are_the_answers_for_10k_conversations(source, number, template_of, small_tokenizer):
     """Property 18, and encoding equals the tokenizer's own wherever nothing is typed or cut."""
     template = choose_template(small_tokenizer, source, "small") if source == "chatml" else template_of(source)

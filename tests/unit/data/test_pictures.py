@@ -7,8 +7,6 @@ import io
 import json
 import os
 import runpy
-import struct
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -208,71 +206,6 @@ def test_relative_paths_are_below_media_root(build, tmp_path, monkeypatch):
 
 def bad(content: bytes) -> dict[str, Any]:
     return row({"type": "image", "base64": base64.b64encode(content).decode()}, ASKED)
-
-
-def animated() -> bytes:
-    frames = [Image.new("RGB", (8, 8), color) for color in ("red", "blue")]
-    file = io.BytesIO()
-    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:])
-    return file.getvalue()
-
-
-def wide(mode: str) -> bytes:
-    file = io.BytesIO()
-    Image.new(mode, (20, 20)).save(file, "TIFF")
-    return file.getvalue()
-
-
-def of_size(content: bytes, size: int) -> bytes:
-    """Return a PNG whose header says that it has this many rows and columns."""
-    header = b"IHDR" + struct.pack(">II", size, size) + content[24:29]
-    return content[:12] + header + struct.pack(">I", zlib.crc32(header)) + content[33:]
-
-
-BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "missing": (row({"type": "image", "path": "no.png"}, ASKED), ".path ('no.png'): cannot be read: No such file"),
-    "a folder": (row({"type": "image", "path": "."}, ASKED), "cannot be read"),
-    "a URL": (row({"type": "image", "url": "https://a.example/b.png"}, ASKED), "download it first"),
-    "no picture": (bad(b"not a picture"), "its file is text; expected a picture in one of PNG"),
-    "empty": (bad(b""), "messages[0].content[0] says not where its picture is"),
-    "cut off": (bad(CONTENT[:-200]), "its file is damaged or cut off"),
-    "flipped": (bad(CONTENT[:60] + bytes(40) + CONTENT[100:]), "its file is damaged or cut off"),
-    "bad base64": (row({"type": "image", "base64": "%%%"}, ASKED), "its base64 is damaged"),
-    "animated": (bad(animated()), "animated, with 2 frames"),
-    "16 bit": (bad(wide("I;16")), "its pixels are of mode I;16; convert it"),
-    "float": (bad(wide("F")), "its pixels are of mode F; convert it"),
-    "huge": (bad(of_size(draw(1, 1), 10000)), "10,000 x 10,000 pixels"),
-    "a line": (bad(draw(3, 500)), "500 x 3 pixels are too few"),
-    "a strip": (bad(draw(4, 900)), "the image processor refuses 4 x 900 pixels"),
-    "null": ({**row(ASKED), "images": [None, PATH]}, "images[0] is null, not a picture"),
-    "too few": ({**row({"type": "image"}, {"type": "image"}, ASKED), "images": [PATH]},
-                "images has 1 pictures, but the turns have 2 picture parts without a picture"),
-    "too many": ({"messages": [{"role": "user", "content": MARKED}, ANSWER], "images": [PATH, PATH]},
-                 "images has 2 pictures, but the turns have 1 <image>"),
-    "of an answer": ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": MARKED}],
-                      "images": [PATH]}, "an assistant turn holds <image>"),
-    "a size": (row({"type": "image", "path": PATH, "max_pixels": 1000}, ASKED), "max_pixels sizes one picture"),
-    "its token": (row({"type": "image", "path": PATH}, {"type": "text", "text": "<|image_pad|>?"}),
-                  "a text holds <|image_pad|>, the placeholder of an image"),
-    "a video": (row({"type": "video", "video": "a.mp4"}, ASKED), "holds videos, which cannot be trained on yet"),
-    "a sound": ({**row(ASKED), "audio": "a.wav"}, "'audio' holds audios, which cannot be trained on yet"),
-    "of texts": ({"prompt": MARKED, "completion": "a", "images": [PATH]}, "has pictures, but prompt is a text"),
-    "two columns": ({**row(ASKED), "images": [PATH], "image": PATH}, "images and image both hold pictures"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_picture_is_named_and_counted(build, name):
-    found, says = BAD[name]
-    with pytest.raises(DataError) as refused:
-        build([found])
-    assert says in str(refused.value)
-    assert "rows.jsonl:1: " in str(refused.value)
-    columns = {"conversations": FORMS["llava"]} if "conversations" in found else {}
-    good = FORMS["path"] if "messages" in found else FORMS["prompt and completion"]
-    store = build([good, found, good], on_bad_row="skip", **columns) if "messages" in found else None
-    if store is not None:
-        assert (store.num_samples, store.num_pictures, store.meta.counts["bad"]) == (2, 2, 1)
 
 
 @pytest.mark.parametrize("num_sizes", [8, pytest.param(2000, marks=pytest.mark.exhaustive)])

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from itertools import count, cycle
+from itertools import count, cycle, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,7 @@ from flatout.data.token_store import TokenStore
 from flatout.io.durable_io import Disk
 from flatout.track.callback import MemoryCallback
 from flatout.trainer.run import train
+from tests.usual import usual
 
 
 @pytest.fixture
@@ -92,8 +93,11 @@ class At(MemoryCallback):
         self._reached("step 1")
 
 
-@pytest.mark.parametrize("moment", ["looking for the reference", "computing the reference", "step 1"])
-@pytest.mark.parametrize("how", ["replaced", "removed"])
+MOMENTS = ("looking for the reference", "computing the reference", "step 1")
+TIMES = [*product(MOMENTS, ("replaced", "removed"))]
+
+
+@pytest.mark.parametrize(("moment", "how"), usual(TIMES, [TIMES[1], TIMES[2], TIMES[4]]))
 def test_a_run_goes_on_with_the_data_set_that_it_opened(build, config_of, tmp_path, metrics_of, moment, how):
     folder = tmp_path / "data" / "built_dataset" / "d"
 

@@ -277,18 +277,6 @@ def test_parts_with_media_are_refused(build, part):
     assert build([{"messages": [QUESTION | {"images": []}, GOOD]}]).code == 0
 
 
-def test_labels_of_csv_and_parquet(build):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    Path("rows.csv").write_text("prompt,completion,label\nq,good,1\nq,bad,0\n")
-    pq.write_table(pa.table({"prompt": ["q"] * 2, "completion": ["a"] * 2, "label": [1, 0]}), "rows.parquet")
-    for file in ("rows.csv", "rows.parquet"):
-        refused = build(None, file=file)
-        assert (refused.code, f"{file}:2: label is 0" in refused.printed) == (3, True), refused.printed
-        assert len(build(None, "--on-bad-row", "skip", file=file).samples) == 1
-
-
 @pytest.mark.parametrize(("name", "bad", "good"), [("train", False, True), ("loss", 0, 1), ("masked", True, False),
                                                    ("weight", "0", "1"), ("learn", "false", "true")])  # fmt: skip
 def test_flags_of_a_whole_row(build, name, bad, good):
@@ -322,27 +310,6 @@ def test_advice_works_and_names_every_column_with_meaning(build, row):
         assert value in built.samples[0][0] or re.search(rf"not read then: .*\b{name}\b", told), (name, told)
         if name in ("category", "id"):
             assert name in told
-
-
-CHOSEN: list[tuple[Row, str]] = [
-    ({"prompt": "q", "chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]}, "messages: chosen"),
-    ({"chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]}, "messages: chosen"),
-    ({"messages": [QUESTION], "chosen": GOOD, "rejected": BAD}, "completion: chosen"),
-    ({"prompt": "q ", "chosen": "good", "rejected": "bad"}, "completion: chosen"),
-    (
-        {"question": "q", "chosen": "good", "rejected": "bad", "system": "be good"},
-        "instruction: question, output: chosen",
-    ),
-]
-
-
-@pytest.mark.parametrize(("row", "advice"), CHOSEN)
-def test_the_chosen_answers_alone_can_be_learnt(build, row, advice):
-    pairs = build([row])
-    assert (pairs.code, len(pairs.samples), "bad" in pairs.learnt[1]) == (0, 2, True), pairs.printed
-    options = [option for pair in advice.split(", ") for option in ("--column", pair.replace(": ", "="))]
-    built = build([row], *options)
-    assert (built.code, "good" in built.learnt[0], "bad" in built.samples[0][0]) == (0, True, False), built.printed
 
 
 @pytest.mark.parametrize("bad", ["no", "yes", "bad"])

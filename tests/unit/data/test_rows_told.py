@@ -7,7 +7,6 @@ it goes through `flatout data build`; what is trained is compared with texts wri
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import shutil
 from collections.abc import Callable
@@ -423,21 +422,6 @@ def test_the_proposed_length_keeps_the_rows(build, run):
     refused = build(rows, "--max-tokens", "16")
     assert (refused.code, "--too-long drop" in refused.printed) == (3, False)  # it would drop every row
     assert len(run(refused.steps[0]).samples) == 20
-
-
-PICTURED: list[Row] = [
-    {"question": "q", "answer": "a", "image": "x.png"},
-    {"problem": "q", "answer": "a", "images": ["x.png"]},
-    {"question": "q", "answers": ["b", "a", "a"], "img": "x.png"},
-    {"query": "q", "response": "a", "image_path": "x.png"},
-    {"messages": turns("q", "a"), "picture": "x.png"},
-]
-
-
-@pytest.mark.parametrize("row", every(3, PICTURED), ids=str)
-def test_questions_with_pictures_are_refused_for_the_true_reason_by_a_model_of_texts(build, row):
-    refused = build([row])
-    assert re.search(r"is a picture, but '.*' has no image processor", refused.printed), refused.printed
 
 
 @pytest.mark.parametrize("form", ["pairs", "kto", "choice"])

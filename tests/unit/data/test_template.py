@@ -100,12 +100,24 @@ def test_a_file_is_read(small_tokenizer, tmp_path):
     assert template.source == text
 
 
-@pytest.mark.parametrize(
-    "source", ["{{ nothing.at.all }}", "{% for %}", "{{ raise_exception('no') }}", "{{ ''.__class__.__mro__ }}"]
-)
-def test_a_broken_or_unsafe_template_is_refused_at_once(source, template_of):
+# ordinary mistakes of an author and hostile ones, whatever Python raises for them
+MISTAKES = [
+    "{{ nothing.at.all }}", "{% for %}", "{{ raise_exception('no') }}", "{{ ''.__class__.__mro__ }}", "{% break %}",
+    "{{ '{1}'.format(1) }}", "{{ 'x'.encode('nope') }}", "{{ '\\ud800' }}", "{{ 1 / 0 }}", "{{ 'abc' | nope }}",
+    "{{ [1, 2] | slice(0) | list }}", "{{ strftime_now(1) }}", "{{ self.x() }}", "{{ cycler() }}",
+    "{{ messages[9].content.x }}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_broken_or_unsafe_template_is_refused(mistake, template_of):
+    """At once, and where it is rendered for an answer only, at the row."""
     with pytest.raises(DataError, match="'inline' cannot render a single user turn"):
-        template_of(source)
+        template_of(mistake)
+    if mistake not in ("{% for %}", "{% break %}", "{{ 'abc' | nope }}"):  # which are no templates at all
+        answers = "{% if m.role == 'assistant' %}" + mistake + "{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
+        with pytest.raises(DataError, match="chat template 'inline'"):
+            Masker(template_of("{% for m in messages %}" + answers)).mask(CHAT)
 
 
 def test_a_refused_turn_is_named(small_tokenizer):
@@ -134,7 +146,6 @@ def test_arguments_go_as_text_where_a_template_needs_text(template_of):
 
 ROLES = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-DOUBLE = "{% set n = namespace(s='xxxx') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}"
 
 
 @pytest.mark.parametrize(
