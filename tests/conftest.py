@@ -169,6 +169,15 @@ def real_ranks(monkeypatch):
     monkeypatch.setattr(ranks, "start_python", own_files.start_python)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what is marked gpu where there is none, unless Triton's interpreter stands in for it."""
+    if item.get_closest_marker("gpu") and os.environ.get("TRITON_INTERPRET") != "1":
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA GPU")
+
+
 @pytest.hookimpl(trylast=True)  # of what is left after -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start the longest tests first, by the seconds of the last record: one that starts last holds up the suite."""

@@ -336,7 +336,5 @@ FAMILIES = {
 }  # fmt: skip
 # the families that most tests read
 BY_DEFAULT = ("qwen2_5_vl", "qwen3_vl", "llava_onevision", "idefics3")
-# and of other kinds: tiles, its own token, both directions inside a picture
-MORE_BY_DEFAULT = ("llava_next", "aya_vision", "gemma4")
 SOME_FAMILIES = [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.exhaustive) for name in FAMILIES]
 """All, of which four run without `-m exhaustive`."""

@@ -81,21 +81,15 @@ def plain_losses(
 
 def start_adapter(config: Any, folder: Path) -> Any:
     """Save the adapter that a run starts with; return the planned run."""
-    from flatout.checkpoint.write import Checkpoints
-    from flatout.models.lora.adapter import save_adapter
-    from flatout.parallel.rank import Rank
-    from flatout.track.callback import Reporter
-    from flatout.trainer.build import build_run
-    from flatout.trainer.planned_run import open_and_plan
-    from flatout.trainer.state import Setup
+    from built_run import built_run
 
-    planned = open_and_plan(config, Reporter(), Rank())
-    checkpoints = Checkpoints(folder, keep=1, on_event=lambda kind, facts: None)
-    start = build_run(Setup(config, planned, checkpoints, Reporter(), Rank()))
+    from flatout.models.lora.adapter import save_adapter
+
+    start = built_run(config)
     folder.mkdir()
     save_adapter(start.model, folder, base_name=config.model.name, config=config.lora)
     start.close()
-    return planned
+    return start.planned
 
 
 class PlainRun:

@@ -10,6 +10,7 @@ from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_model, tiny_model
 from transformers import CONFIG_MAPPING
+from usual import every, usual
 
 from flatout.checkpoint.final import verify_final
 from flatout.cli.main import main
@@ -62,7 +63,7 @@ def logits(model):
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["all-linear", "experts"]], ids=["linear", "experts"])
-@pytest.mark.parametrize("family", EXPERT_NAMES)
+@pytest.mark.parametrize("family", usual(EXPERT_NAMES, ["deepseek_v3", "ernie4_5_moe", "qwen3_moe"]))
 def test_dense_layers_and_shared_experts_survive_the_way_through_peft(tmp_path, family, targets):
     ours, config = adapted(family, settings={"targets": targets, "rank_pattern": {}}, **EXPERT_NAMES[family])
     save_adapter(ours, tmp_path, base_name="tiny", config=config)
@@ -130,7 +131,7 @@ WRONG_WAYS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", usual([torch.bfloat16, torch.float32], [torch.bfloat16]))
 @pytest.mark.parametrize("way", WRONG_WAYS)
 def test_a_wrong_conversion_on_the_way_out_is_found(tmp_path, monkeypatch, way, dtype):
     """Flatout's own reading of the files may undo it, as that of names does: only the live weights tell."""
@@ -150,9 +151,15 @@ def test_a_wrong_conversion_on_the_way_out_is_found(tmp_path, monkeypatch, way, 
     assert "changes its weight by another value" in difference(ours, tmp_path / "wrong")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("settings", [{}, {"dora": True}, {"rslora": True}, {"targets": ["q_proj", "lm_head"]}])
-def test_reading_back_holds_in_every_precision(tmp_path, dtype, settings):
+READ = [
+    (settings, dtype)
+    for settings in ({}, {"dora": True}, {"rslora": True}, {"targets": ["q_proj", "lm_head"]})
+    for dtype in (torch.bfloat16, torch.float64)
+]
+
+
+@pytest.mark.parametrize(("settings", "dtype"), every(3, READ))
+def test_reading_back_holds_in_every_precision(tmp_path, settings, dtype):
     ours, config = adapted("llama", dtype, settings=settings)
     save_adapter(ours, tmp_path, base_name="tiny", config=config)
     before = {name: tensor.clone() for name, tensor in ours.state_dict().items()}
@@ -200,8 +207,6 @@ def test_a_run_tells_that_its_adapter_was_read_back(tiny, tmp_path, capsys):
 
 
 def test_a_full_gpu_leaves_the_comparison_to_the_cpu(tmp_path, monkeypatch):
-    from peft import PeftModel
-
     ours, config = adapted("qwen3")
     save_adapter(ours, tmp_path, base_name="tiny", config=config)
     devices, load = [], PeftModel.from_pretrained

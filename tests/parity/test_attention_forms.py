@@ -87,7 +87,6 @@ def test_strided_inputs_and_extreme_scores(form):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("window", [None, 2, 128])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (64, 8)])
 @pytest.mark.parametrize("heads_first", [False, True])

@@ -41,7 +41,7 @@ def logits(model: Any) -> Tensor:
     return model(input_ids=IDS, use_cache=False).logits
 
 
-@pytest.mark.parametrize("family", GROUPED)
+@pytest.mark.parametrize("family", usual(GROUPED, ["qwen3_moe", "gpt_oss"]))
 def test_adapters_equal_merged_weights(family):
     model = adapted(family)
     found = logits(model)
@@ -79,7 +79,7 @@ def test_gradients_of_adapters_are_those_of_the_merged_weights(family):
         assert error(found[f"{full}.lora_b"], b_grad.permute(1, 2, 0)) < 1e-12
 
 
-@pytest.mark.parametrize("family", usual(GROUPED, ["qwen3_moe", "gpt_oss", "deepseek_v3"]))
+@pytest.mark.parametrize("family", usual(GROUPED, ["gpt_oss", "deepseek_v3"]))
 def test_peft_reads_our_files_as_trained(family, tmp_path):
     model = adapted(family)
     save_adapter(model, tmp_path, base_name="base", config=LORA)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from test_fp8_products import CPU, draw, loss_and_gradient, on_gpu, relative
 from tiny_models import save_tiny_model
 from torch import nn
+from usual import usual
 
 from flatout.config.read import make_config
 from flatout.config.schema import LoraConfig, ModelConfig
@@ -80,14 +81,15 @@ LORA = {
 }
 
 
-@pytest.mark.parametrize("lora", LORA.values(), ids=LORA.keys())
-@pytest.mark.parametrize("name", ["qwen3", "qwen2"])
+CASES = [("qwen3", lora) for lora in LORA] + [("qwen2", lora) for lora in LORA]
+
+
+# qwen2 has biases
+@pytest.mark.parametrize(("name", "lora"), usual(CASES, CASES[1:5]))
 def test_the_loss_keeps_its_bits_and_gradients_their_direction(name, lora, tmp_path):
-    """qwen2 has biases."""
-    truth = adapted_model(tmp_path, name, **lora)
-    own = adapted_model(tmp_path, name, **lora)
+    truth, own = (adapted_model(tmp_path, name, **LORA[lora]) for _ in range(2))
     line = convert_backward_to_float8(own)
-    num_linears = 7 * len(decoder_layers(own)) - (len(decoder_layers(own)) if "modules_to_save" in lora else 0)
+    num_linears = 7 * len(decoder_layers(own)) - (len(decoder_layers(own)) if "modules_to_save" in LORA[lora] else 0)
     assert line.startswith(f"{num_linears} linear layers compute input gradients in fp8")
     for _ in ("alone", "fused"):
         (loss, gradient), (exact_loss, exact) = loss_and_gradient(own), loss_and_gradient(truth)
@@ -111,7 +113,7 @@ def test_fused_products_equal_those_alone(tmp_path):
     assert relative(fused, alone) < 0.05
 
 
-@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("is_fused", usual([False, True], [True]))
 def test_traced_layers_compute_the_same_bits(is_fused, tmp_path):
     model = adapted_model(tmp_path)
     convert_backward_to_float8(model)

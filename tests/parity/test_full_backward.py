@@ -6,17 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from built_run import built_run
+from run_folders import require_equal, state_of
 
-from flatout.checkpoint.write import Checkpoints
 from flatout.errors import NumericError, ResourceError, UsageError
 from flatout.parallel.rank import Rank
 from flatout.planner.settings import PlanSettings
 from flatout.track.callback import Reporter
-from flatout.trainer.build import build_run
 from flatout.trainer.planned_run import check_backward_update, open_and_plan
 from flatout.trainer.run import train
-from flatout.trainer.state import Setup, TrainingRun
 from flatout.trainer.step import step_launcher
 from tests.usual import usual
 
@@ -33,32 +31,20 @@ def full_config(tiny: Any, run_dir: Path, update: str, **sections: Any) -> Any:
     return tiny.config(run_dir, **values)
 
 
-def make_run(config: Any) -> TrainingRun:
-    planned = open_and_plan(config, Reporter(), Rank())
-    checkpoints = Checkpoints(config.folder, keep=1, on_event=lambda kind, facts: None)
-    return build_run(Setup(config, planned, checkpoints, Reporter(), Rank()))
-
-
 @pytest.mark.parametrize("precision", usual(["fp32", "fp64"], ["fp32"]))
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adamw8bit"])
 def test_equals_ordinary_updates_to_the_bit(tiny, tmp_path, metrics_of, precision, name):
     for update in ("step", "backward"):
         model = {"name": str(tiny.model_dir), "precision": precision}
         train(full_config(tiny, tmp_path / update, update, model=model, optim={"name": name}))
-    for file in ("model", "optimizer"):
-        step, backward = (
-            load_file(tmp_path / update / "checkpoints" / "step-6" / f"{file}.safetensors")
-            for update in ("step", "backward")
-        )
-        assert step.keys() == backward.keys()
-        assert all(torch.equal(step[key], backward[key]) for key in step)
+    require_equal(*(state_of(tmp_path / update, 6) for update in ("step", "backward")))
     for one, other in zip(metrics_of(tmp_path / "step"), metrics_of(tmp_path / "backward"), strict=True):
         assert (one["loss"], one["lr"]) == (other["loss"], other["lr"])
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5 if precision == "fp32" else 1e-12)
 
 
 def test_gradients_never_exist_together(tiny, tmp_path, monkeypatch):
-    run = make_run(full_config(tiny, tmp_path, "backward"))
+    run = built_run(full_config(tiny, tmp_path, "backward"))
     live: list[int] = []
     ordinary = run.optimizer.step
     monkeypatch.setattr(
@@ -71,7 +57,7 @@ def test_gradients_never_exist_together(tiny, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("when", ["before the step", "in its forward pass"])
 def test_a_stop_leaves_the_weights_alone(tiny, tmp_path, when):
-    run = make_run(full_config(tiny, tmp_path, "backward"))
+    run = built_run(full_config(tiny, tmp_path, "backward"))
     before = [parameter.detach().clone() for parameter in run.parameters]
 
     def stop(*_: object) -> None:
@@ -86,7 +72,7 @@ def test_a_stop_leaves_the_weights_alone(tiny, tmp_path, when):
 
 
 def test_a_loss_that_is_not_finite_stops_before_any_update(tiny, tmp_path):
-    run = make_run(full_config(tiny, tmp_path, "backward"))
+    run = built_run(full_config(tiny, tmp_path, "backward"))
     run.parameters[0].data[:] = float("nan")
     before = [parameter.detach().clone() for parameter in run.parameters]
     with pytest.raises(NumericError, match=r"step 1: loss nan; the weights were not updated"):
@@ -95,7 +81,7 @@ def test_a_loss_that_is_not_finite_stops_before_any_update(tiny, tmp_path):
 
 
 def test_a_gradient_that_is_not_finite_names_the_way_back(tiny, tmp_path):
-    run = make_run(full_config(tiny, tmp_path, "backward"))
+    run = built_run(full_config(tiny, tmp_path, "backward"))
     run.parameters[3].register_hook(lambda gradient: gradient * float("inf"))
     with pytest.raises(NumericError, match=r"step 1: gradient norm (inf|nan), found after the update"):
         step_launcher(run)(run.plan.step(0))
@@ -104,7 +90,7 @@ def test_a_gradient_that_is_not_finite_names_the_way_back(tiny, tmp_path):
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_running_out_of_memory_ends_with_what_to_do(tiny, tmp_path, where):
     """A part of the step cannot be repeated: its weights may have changed."""
-    run = make_run(full_config(tiny, tmp_path, "backward"))
+    run = built_run(full_config(tiny, tmp_path, "backward"))
 
     def fail(*_: object) -> None:
         raise torch.OutOfMemoryError("planted")
@@ -124,7 +110,7 @@ def test_running_out_of_memory_ends_with_what_to_do(tiny, tmp_path, where):
 def test_memory_that_ran_out_in_an_evaluation_does_not_split_the_steps(tiny, tmp_path):
     losses = []
     for cap in (None, 50):
-        run = make_run(full_config(tiny, tmp_path, "backward"))
+        run = built_run(full_config(tiny, tmp_path, "backward"))
         run.state.micro_batch_cap = cap
         outcome = step_launcher(run)(run.plan.step(0))()
         assert outcome is not None

@@ -19,7 +19,7 @@ from flatout.models.trained_fp8 import convert_to_float8
 from flatout.optim.build import make_optimizer
 from flatout.optim.update import BackwardUpdate, set_lr
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda", 0)
 SHAPES = {"layer.weight": (96, 128), "odd.weight": (33, 129), "wide.weight": (512, 1024), "norm.weight": (7,)}
 SHAPE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 384, "initializer_range": 0.05}

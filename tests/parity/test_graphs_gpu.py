@@ -21,7 +21,7 @@ from flatout.models.packed import PackedSize, flatten_samples, packed_size, padd
 from flatout.track.callback import MemoryCallback
 from flatout.trainer.run import train
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 SHAPE = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 256, "max_position_embeddings": 4096}
 EXPERTS = {
     "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 64},

@@ -9,6 +9,7 @@ from tiny_models import tiny_model, tiny_samples
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from usual import every
 
 from flatout.config.schema import LoraConfig
 from flatout.errors import UsageError
@@ -103,10 +104,18 @@ def plain_by_row(hidden, weight, targets, scale=1.0, softcap=None):
     return F.cross_entropy(logits, targets, reduction="none"), logits.argmax(-1) == targets
 
 
-@pytest.mark.parametrize("trains_head", [True, False])
-@pytest.mark.parametrize("tile_rows", [1, 3, 64])
-@pytest.mark.parametrize(("num_rows", "width", "vocabulary"), [(0, 3, 4), (1, 1, 2), (7, 5, 11), (65, 3, 257)])
-@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (2.5, 1.5)])
+BY_ROW = [
+    (*sizes, *shape, tile_rows, trains_head)
+    for sizes in ((0, 3, 4), (1, 1, 2), (7, 5, 11), (65, 3, 257))
+    for shape in ((1.0, None), (2.5, 1.5))
+    for tile_rows in (1, 3, 64)
+    for trains_head in (True, False)
+]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "width", "vocabulary", "scale", "softcap", "tile_rows", "trains_head"), every(5, BY_ROW)
+)
 def test_losses_by_row_have_gradients_of_their_own(
     num_rows, width, vocabulary, scale, softcap, tile_rows, trains_head, monkeypatch
 ):
@@ -325,9 +334,15 @@ def plain_entropy(logits):
     return torch.distributions.Categorical(logits=logits).entropy()
 
 
-@pytest.mark.parametrize("head", ["plain", "trained", "bias", "lora", "new tokens"])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 3.0])
+AT_A_TEMPERATURE = [
+    (temperature, softcap, head)
+    for temperature in (0.6, 1.0, 3.0)
+    for softcap in (2.0, None)
+    for head in ("plain", "trained", "bias", "lora", "new tokens")
+]
+
+
+@pytest.mark.parametrize(("temperature", "softcap", "head"), every(3, AT_A_TEMPERATURE))
 def test_log_probabilities_and_entropy_at_a_temperature(temperature, softcap, head):
     """Of logits / T after their scale and soft-cap, in one pass for both, with the gradients of a loss over both."""
     extra = {"logits_scaling": 3.0} if softcap is None else {"final_logit_softcapping": softcap}
@@ -442,7 +457,6 @@ def test_tiles_that_are_filled_up_give_the_same(num_rows, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocabulary", [5, 4099, 8192, 50_000])
 @pytest.mark.parametrize(("scale", "softcap", "size"), [(1, None, 3), (0.125, None, 3), (1, 3.0, 1), (2.5, 1.5, 0.5)])
@@ -506,7 +520,6 @@ def test_the_head_is_prepared_for_every_size_of_a_tile(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_fused_tiles_err_no_more_than_plain_ones_on_the_gpu(softcap):
     """Rule K: at most 2x (loss) and 3x (gradients) the plain bf16 tiles' own error against fp64."""

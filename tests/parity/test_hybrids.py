@@ -11,6 +11,7 @@ import pytest
 import torch
 from model_table import LENGTHS, documents, gradients, plain_loss, tiny
 from transformers import AutoModelForCausalLM
+from usual import usual
 
 from flatout.config.schema import ExpertsConfig, ModelConfig
 from flatout.errors import UsageError
@@ -42,8 +43,11 @@ def load(folder: Path, model_type: str, device: torch.device, precision: Any, ro
     return loaded
 
 
-@pytest.mark.parametrize("num_boundaries", [None, padded_num_boundaries(len(LENGTHS))])
-@pytest.mark.parametrize("model_type", CONVOLUTIONS)
+NUM_BOUNDARIES = [None, padded_num_boundaries(len(LENGTHS))]
+
+
+@pytest.mark.parametrize("num_boundaries", NUM_BOUNDARIES)
+@pytest.mark.parametrize("model_type", usual(CONVOLUTIONS, ["lfm2_moe"]))
 def test_convolutions_pack_exactly_without_a_kernel(tmp_path, model_type, num_boundaries):
     loaded = load(tmp_path, model_type, CPU, "fp64")
     assert choose_layout(loaded.model.config, "auto").layout == "packed"
@@ -60,8 +64,11 @@ class PassThrough(torch.nn.Module):
         return hidden_states
 
 
-@pytest.mark.parametrize("num_boundaries", [None, padded_num_boundaries(len(LENGTHS))])
-@pytest.mark.parametrize("model_type", ["lfm2_moe", "qwen3_next", "qwen3_5_moe_text", "granitemoehybrid", "nemotron_h"])
+ROUTED = ["lfm2_moe", "qwen3_next", "nemotron_h", "qwen3_5_moe_text", "granitemoehybrid"]
+
+
+@pytest.mark.parametrize("num_boundaries", usual(NUM_BOUNDARIES, NUM_BOUNDARIES[1:]))
+@pytest.mark.parametrize("model_type", usual(ROUTED, ROUTED[:3]))
 def test_routers_of_packed_hybrids_count_tokens_without_padding(tmp_path, model_type, num_boundaries, monkeypatch):
     """Their layers also see the masked tokens between documents, which belong to no sample."""
     monkeypatch.setattr("flatout.models.arch_quirks.find_spec", lambda package: True)
@@ -118,10 +125,10 @@ def test_kernels_that_refuse_a_backward_pass_are_found_at_the_start(tmp_path):
         check_packing(loaded)
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    ["falcon_mamba", "jamba", "kimi_linear", "mamba", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "zamba"],
-)
+LOOPS = ["jamba", "kimi_linear", "qwen3_next", "falcon_mamba", "mamba", "qwen3_5_text", "qwen4_exp_text", "zamba"]
+
+
+@pytest.mark.parametrize("model_type", usual(LOOPS, LOOPS[:3]))
 def test_no_graph_contains_a_loop_over_tokens(model_type, monkeypatch):
     if find_spec("fla") and model_type.startswith("qwen3"):
         pytest.skip("its kernels are installed")
@@ -141,7 +148,6 @@ def test_no_graph_contains_a_loop_over_tokens(model_type, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model_type", RECURRENT)
 def test_packed_equals_rows_equals_one_by_one_on_a_gpu(tmp_path, model_type, precision, monkeypatch):

@@ -21,7 +21,7 @@ from flatout.trainer.memory_check import read_record
 from flatout.trainer.planned_run import PlannedRun, open_and_plan
 from flatout.trainer.run import train
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 SHAPES = {
     "wide": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4},
     "deep": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 16},

@@ -20,7 +20,7 @@ from flatout.models.packed import flatten_samples, padded_num_boundaries
 from flatout.track.callback import MemoryCallback
 from flatout.trainer.run import train
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 SHAPE = {"hidden_size": 512, "head_dim": 64, "intermediate_size": 1024, "initializer_range": 0.05}
 CUDA = torch.device("cuda", 0)
 BORDERS = padded_num_boundaries(20)

@@ -18,7 +18,7 @@ from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import flatten_samples, padded_num_boundaries
 from flatout.models.selftest import check_packing
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 SHAPE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 384, "initializer_range": 0.05}
 CUDA = torch.device("cuda", 0)
 ARCHS = ["llama", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt_neox", "qwen3_moe", "gpt_oss"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny_models import FAMILIES, tiny_model, tiny_samples, use_rotary_table
+from usual import usual
 
 from flatout.errors import UsageError
 from flatout.models.attention import registered_name
@@ -53,8 +54,12 @@ def relative(ours, truth):
     return float(((ours - truth).norm() / truth.norm().clamp_min(1e-30)).detach())
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
-@pytest.mark.parametrize(("family", "form"), CASES)
+# each family by one form, and each form
+SOME = [case for case in CASES if case[1] == "sdpa" or case[0] in ("gemma2", "gemma3_text", "mistral")]
+
+
+@pytest.mark.parametrize("dtype", usual([torch.float64, torch.float32], [torch.float64]), ids=["fp64", "fp32"])
+@pytest.mark.parametrize(("family", "form"), usual(CASES, SOME))
 def test_packed_equals_alone(family, form, dtype):
     ours, truth = pair(family, form, dtype)
     samples = tiny_samples(LENGTHS)
@@ -75,7 +80,7 @@ def test_packed_equals_alone(family, form, dtype):
         ), name
 
 
-@pytest.mark.parametrize(("family", "form"), CASES)
+@pytest.mark.parametrize(("family", "form"), usual(CASES, SOME[::2]))
 def test_no_document_sees_another(family, form):
     model, _ = pair(family, form, torch.float64)
     batch = flatten_samples(tiny_samples(LENGTHS))
@@ -131,7 +136,7 @@ def test_generation_with_packed_attention_is_refused():
         model(input_ids=torch.tensor([[3, 4]]))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mistral", "gemma3_text"])
+@pytest.mark.parametrize("family", usual(["qwen3", "mistral", "gemma3_text"], ["mistral"]))
 @pytest.mark.parametrize("form", ["sdpa", "plain"])
 def test_kernel_shapes_change_no_loss(family, form):
     model = tiny_model(family, torch.float64, attention=registered_name(form))

@@ -18,7 +18,7 @@ from flatout.models.frozen.frozen_linear import Fp8BackwardLinear, Fp8Linear, Nf
 from flatout.models.lora.fused import FusedLayers, FusedLora
 from flatout.models.lora.layer import LoraLinear
 
-on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+on_gpu = pytest.mark.gpu
 DEVICES = ["cpu", pytest.param("cuda", marks=on_gpu)]
 OUT = (96, 48)
 # inputs' width and tokens: on a GPU enough for its kernels, and wide enough for torch's products to carry the part

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from built_run import built_run
 from test_syncs_gpu import WARM_UP_STEPS, sync_debug
 from tiny_models import save_tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from unit_store import write_units
 
-from flatout.checkpoint.write import Checkpoints
 from flatout.config.objective import REFERENCE
 from flatout.config.read import make_config
 from flatout.config.schema import Config
@@ -26,10 +26,9 @@ from flatout.parallel.rank import Rank
 from flatout.planner.devices import GIB, Device
 from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.track.callback import Reporter
-from flatout.trainer.build import build_run
 from flatout.trainer.passes import as_in_training, compute_logprobs
 from flatout.trainer.planned_run import open_and_plan
-from flatout.trainer.state import Setup, TrainingRun
+from flatout.trainer.state import TrainingRun
 from flatout.trainer.step import accumulate_gradients, launch_step
 
 KINDS = ["dpo", "kto", "reward"]
@@ -80,9 +79,7 @@ def config_of(tiny: Any, folder: Path, kind: str, device: str, **sections: Any) 
 
 def built(config: Config) -> TrainingRun:
     torch._dynamo.reset()
-    planned = open_and_plan(config, Reporter(), Rank())
-    checkpoints = Checkpoints(config.folder, keep=1, on_event=lambda kind, facts: None)
-    return build_run(Setup(config, planned, checkpoints, Reporter(), Rank()))
+    return built_run(config)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,7 +133,6 @@ def test_every_pass_is_within_what_memory_is_planned_for(tiny, tmp_path, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cuda_graphs", ["auto", "off"])
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_steady_step_neither_compiles_nor_waits(tiny, tmp_path, kind, cuda_graphs):
     run, before = built(config_of(tiny, tmp_path, kind, "cuda", cuda_graphs=cuda_graphs)), None
     compiled_s: list[float] = []

@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_models_packed import alone_loss, packed_logits, relative
 from tiny_models import save_tiny_model, tiny_model, tiny_samples
+from usual import usual
 
 from flatout.config.schema import ModelConfig
 from flatout.errors import UsageError
@@ -53,7 +54,7 @@ def model_of(case, attention):
     return tiny_model(family, attention=attention, **copy.deepcopy(changes))
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=usual(CASES, ["phi3 longrope", "cohere dynamic", "gemma3 by layer"]))
 def models(request):
     ours, truth = (model_of(request.param, name) for name in ("flatout_documents", "sdpa"))
     assert scale_by_document(ours)
@@ -94,15 +95,6 @@ def test_what_came_before_changes_no_bit(models):
     assert torch.equal(packed_logits(ours, batch), before)
 
 
-def test_company_changes_no_document(models):
-    """Which documents share a micro-batch, and so the number of ranks, changes no document's logits."""
-    ours, _ = models
-    long, short = tiny_samples([90, 20])
-    together = packed_logits(ours, flatten_samples([long, short]))
-    for sample, part in zip((long, short), together.split([90, 20]), strict=True):
-        assert relative(packed_logits(ours, flatten_samples([sample])), part) < 1e-6
-
-
 def test_the_fault_is_there_without_it(models):
     ours, truth = models
     samples = tiny_samples(LENGTHS)
@@ -111,7 +103,7 @@ def test_the_fault_is_there_without_it(models):
         assert relative(packed_logits(ours, flatten_samples(samples)), logits) > 1e-3
 
 
-@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize("precision", usual(["fp64", "fp32", "bf16"], ["fp32"]))
 @pytest.mark.parametrize("case", ["phi3 longrope", "llama dynamic"])
 def test_loading_swaps_and_the_self_test_sees_a_document_beyond_the_limit(tmp_path, case, precision):
     family, changes = CASES[case]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_config, tiny_samples
+from usual import usual
 
 from flatout.config.schema import ModelConfig
 from flatout.errors import PackingError
@@ -68,8 +69,13 @@ def assert_equal(ours, truth, limit: float) -> None:
         assert float((ours[1][name] - gradient).norm()) <= limit * (float(gradient.norm()) + floor), name
 
 
-@pytest.mark.parametrize("precision", ["fp64", pytest.param("fp32", marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "qwen3_moe", "bloom", *STATEFUL])
+WITH_THE_SUITE = ["mistral", "qwen3_moe", "bloom", "mamba2", "falcon_h1", "lfm2", "qwen3_next", "rwkv"]
+
+
+@pytest.mark.parametrize("precision", usual(["fp64", "fp32"], ["fp64"]))
+@pytest.mark.parametrize(
+    "family", usual(["llama", "mistral", "gemma2", "qwen3_moe", "bloom", *STATEFUL], WITH_THE_SUITE)
+)
 def test_rows_equal_one_by_one_and_packed(tmp_path, family, precision):
     loaded = load(tmp_path, family, precision)
     assert (loaded.attention == "transformers") == (family in WITHOUT_INTERFACE)

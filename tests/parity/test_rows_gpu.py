@@ -5,18 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from built_run import built_run
 from tiny_models import save_tiny_model
 
-from flatout.checkpoint.write import Checkpoints
 from flatout.models.compile.layers import report_compilations
-from flatout.parallel.rank import Rank
-from flatout.track.callback import Reporter
-from flatout.trainer.build import build_run
-from flatout.trainer.planned_run import open_and_plan
-from flatout.trainer.state import Setup, TrainingRun
+from flatout.trainer.state import TrainingRun
 from flatout.trainer.step import accumulate_gradients
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 WARM_UP_STEPS = 3
 
 
@@ -32,9 +28,7 @@ def build(tiny: Any, folder: Path, layout: str, attention: str, **sections: Any)
         batch={"samples_per_step": 12, "micro_batch_tokens": 4000, "max_steps": 12, "layout": layout},
         **sections,
     )
-    planned = open_and_plan(config, Reporter(), Rank())
-    checkpoints = Checkpoints(folder / layout, keep=1, on_event=lambda kind, facts: None)
-    return build_run(Setup(config, planned, checkpoints, Reporter(), Rank()))
+    return built_run(config)
 
 
 def gradient(run: TrainingRun, step: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from usual import usual
+from usual import every, usual
 
 from flatout.config.schema import BaseConfig, LoraConfig, ModelConfig
 from flatout.errors import NumericError, UsageError
@@ -66,7 +66,7 @@ def generated(model: Any, prompt: list[int], count: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("dtype", usual([torch.float64, torch.float32], [torch.float64]), ids=["fp64", "fp32"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", usual(FAMILIES, ["mistral", "gemma2", "qwen3_moe"]))
 def test_greedy_equals_generate(family, dtype):
     """Prompts of all lengths at once, over windows of 8 tokens; answers to one prompt are the same."""
     model, told = tiny_model(family, dtype, "eager" if family == "gemma2" else "sdpa"), list[str]()
@@ -77,7 +77,7 @@ def test_greedy_equals_generate(family, dtype):
         assert (one.ending, len(one.logprobs)) == ("length", 20)
 
 
-@pytest.mark.parametrize("family", usual(OTHERS, ["qwen3_next", "lfm2", "mamba2", "deepseek_v3", "gpt2", "rwkv"]))
+@pytest.mark.parametrize("family", usual(OTHERS, ["qwen3_next", "mamba2", "deepseek_v3", "gpt2", "rwkv"]))
 def test_every_family_is_sampled_with_the_cache_that_it_has(family):
     torch.manual_seed(0)
     config = tiny(family)
@@ -120,7 +120,7 @@ LAYERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "storage", "lora", "fused"), LAYERS)
+@pytest.mark.parametrize(("family", "storage", "lora", "fused"), every(2, LAYERS[::-1]))
 def test_log_probabilities_are_those_of_the_pass_that_trains(tmp_path, family, storage, lora, fused):
     """Unmerged adapters, fused layers and quantized weights: all answers in one packed pass, at temperature 1."""
     loaded = load_with_adapter(tmp_path, family, storage, lora, fused=fused)

@@ -25,7 +25,7 @@ from flatout.rollout.in_process import InProcess, packed_logprobs
 from flatout.rollout.sampler import Completion, SamplingParams
 from flatout.rollout.sampler_model import SamplerModel
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 SHAPE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "max_position_embeddings": 1024}
 LENGTHS = [5, 130, 1, 64, 33, 17]
 PROMPTS = [np.random.default_rng(n).integers(3, VOCAB_SIZE, n).tolist() for n in LENGTHS]

@@ -5,6 +5,7 @@ import torch
 from tiny_models import save_tiny_model, tiny_samples
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from usual import usual
 
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.kernels import low_rank, segmented
@@ -93,8 +94,11 @@ def loss_and_gradients(model):
     return loss.detach(), dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
 
 
-@pytest.mark.parametrize("lora", [{}, {"targets": ["q_proj", "v_proj", "down_proj"]}], ids=["all", "some"])
-@pytest.mark.parametrize("base", BASES)
+SOME = {"targets": ["q_proj", "v_proj", "down_proj"]}
+CASES = [(base, {}) for base in BASES] + [(base, SOME) for base in BASES]
+
+
+@pytest.mark.parametrize(("base", "lora"), usual(CASES, CASES[:5]))
 def test_layers_in_one_accumulator_equal_their_products_apart(base, lora, tmp_path, monkeypatch):
     """In fp64, where the operator computes its reference."""
     found = {}
@@ -115,7 +119,7 @@ def test_layers_in_one_accumulator_equal_their_products_apart(base, lora, tmp_pa
             assert relative(one_gradients[name], gradient) < 0.15, name
 
 
-@pytest.mark.parametrize("reads_float8", [False, True])
+@pytest.mark.parametrize("reads_float8", usual([False, True], [True]))
 def test_layers_in_one_accumulator_compile_as_one_graph(reads_float8, tmp_path, monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(segmented, "fits", lambda *_: True)

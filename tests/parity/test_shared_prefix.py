@@ -202,7 +202,6 @@ def test_a_prefix_that_would_be_wrong_is_refused(change, message):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("name", ["varlen", "cudnn", "fa4"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (32, 8)])
 @pytest.mark.parametrize("with_sinks", [False, True])
@@ -251,7 +250,6 @@ def test_kernels_err_no_more_than_plain(name, heads, kv_heads, with_sinks, compi
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_model_in_bf16_on_the_gpu_is_as_close_shared_as_unshared():
     """Whole models with the kernels: the shared batch's error against fp64 is at most twice the unshared batch's."""
     sizes = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512}

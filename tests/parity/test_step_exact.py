@@ -2,33 +2,30 @@
 
 import signal
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from built_run import built_run
 from plans import make_plan
 from torch import Tensor, nn
 
-from flatout.checkpoint.write import Checkpoints
 from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import flatten_samples
 from flatout.parallel.rank import Rank
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.track.callback import Reporter
 from flatout.trainer import build
-from flatout.trainer.build import build_run
 from flatout.trainer.evaluate import WorstSamples, evaluate
 from flatout.trainer.planned_run import PlannedRun, open_and_plan
-from flatout.trainer.state import Setup, TrainingRun
+from flatout.trainer.state import TrainingRun
 from flatout.trainer.step import accumulate_gradients, launch_step, step_launcher
 
 
-def make_run(config: Any, tmp_path: Path, num_ranks: int = 1) -> tuple[TrainingRun, PlannedRun]:
-    planned = open_and_plan(config, Reporter(), Rank())
-    checkpoints = Checkpoints(tmp_path, keep=1, on_event=lambda kind, facts: None)
-    return build_run(Setup(config, planned, checkpoints, Reporter(), Rank())), planned
+def make_run(config: Any) -> tuple[TrainingRun, PlannedRun]:
+    run = built_run(config)
+    return run, run.planned
 
 
 def gradients(run: TrainingRun) -> Tensor:
@@ -71,7 +68,7 @@ def test_packed_and_accumulated_equal_padded(tiny, tmp_path, method):
         model={"name": str(tiny.model_dir), "precision": "fp64"},
         batch={"samples_per_step": 20, "micro_batch_tokens": 700},
     )
-    run, planned = make_run(config, tmp_path)
+    run, planned = make_run(config)
     wake_adapter(run)
     loss, expected = padded_reference(run, planned, planned.plan.step(0))
     cuts = []
@@ -94,7 +91,7 @@ def resplit(config: Any, planned: PlannedRun, budget: int, num_ranks: int) -> An
 def test_summed_over_ranks_equals_one_rank(tiny, tmp_path, num_ranks):
     """Seven ranks for six samples: one rank has nothing to do. Each rank's part is computed in turn, then summed."""
     config = tiny.config(tmp_path, model={"name": str(tiny.model_dir), "precision": "fp64"})
-    run, planned = make_run(config, tmp_path)
+    run, planned = make_run(config)
     wake_adapter(run)
     loss, expected = padded_reference(run, planned, planned.plan.step(0))
     step = resplit(config, planned, 640, num_ranks).step(0)
@@ -110,7 +107,7 @@ def test_summed_over_ranks_equals_one_rank(tiny, tmp_path, num_ranks):
 
 def test_tied_embedding_gets_the_gradient_of_both_uses(tiny, tmp_path):
     config = tiny.config(tmp_path, method="full", model={"name": str(tiny.model_dir), "precision": "fp64"})
-    run, planned = make_run(config, tmp_path)
+    run, planned = make_run(config)
     embedding = run.model.get_input_embeddings().weight
     assert embedding is run.model.get_output_embeddings().weight
     assert sum(parameter is embedding for parameter in run.parameters) == 1
@@ -141,7 +138,7 @@ def test_grad_norm_and_clipping_equal_the_formula(tiny, tmp_path, max_grad_norm,
         optim={"name": "sgd", "beta1": 0.0, "lr": 1.0, "max_grad_norm": max_grad_norm},
         schedule={"kind": "constant", "warmup_steps": 0},
     )
-    run, planned = make_run(config, tmp_path)
+    run, planned = make_run(config)
     wake_adapter(run)
     _, expected = padded_reference(run, planned, planned.plan.step(0))
     before = torch.cat([p.detach().reshape(-1) for p in run.parameters]).clone()
@@ -168,7 +165,7 @@ def test_evaluation_equals_training_loss_without_dropout_and_disturbs_nothing(ti
         lora={"rank": 4, "dropout": dropout},
         eval={"fraction": 0.2},
     )
-    run, planned = make_run(config, tmp_path)
+    run, planned = make_run(config)
     wake_adapter(run)
     torch.manual_seed(5)
     state = torch.get_rng_state()
@@ -197,7 +194,7 @@ def test_evaluation_equals_training_loss_without_dropout_and_disturbs_nothing(ti
 
 
 def test_a_step_without_labels_updates_nothing(tiny, tmp_path):
-    run, planned = make_run(tiny.config(tmp_path, method="full"), tmp_path)
+    run, planned = make_run(tiny.config(tmp_path, method="full"))
     step = planned.plan.step(0)
     empty = StepPlan(0, 0, step.sample_ids, step.num_tokens, 0, step.by_rank, step.balance)
     before = [parameter.detach().clone() for parameter in run.parameters]
@@ -216,7 +213,7 @@ def test_a_stop_is_heard_in_a_step_without_labels(tiny, tmp_path, update):
         tmp_path, method="full", full={"update": update}, optim={"max_grad_norm": None},
         batch={"samples_per_step": 4, "micro_batch_tokens": 4000},
     )  # fmt: skip
-    run, planned = make_run(config, tmp_path)
+    run, planned = make_run(config)
     empty = replace(planned.plan.step(0), num_label_tokens=0)
     launch = step_launcher(run)
     outcome = launch(empty)()
@@ -227,7 +224,7 @@ def test_a_stop_is_heard_in_a_step_without_labels(tiny, tmp_path, update):
 
 
 def test_frozen_weights_and_their_states_never_change(tiny, tmp_path):
-    run, planned = make_run(tiny.config(tmp_path), tmp_path)
+    run, planned = make_run(tiny.config(tmp_path))
     trained = {id(parameter) for parameter in run.named_parameters.values()}
     frozen = [p for p in run.model.parameters() if id(p) not in trained]
     before = [parameter.clone() for parameter in frozen]
@@ -240,7 +237,7 @@ def test_frozen_weights_and_their_states_never_change(tiny, tmp_path):
 
 def test_dropout_differs_by_position_and_repeats_with_it(tiny, tmp_path):
     config = tiny.config(tmp_path, lora={"rank": 4, "dropout": 0.5}, optim={"lr": 1e-30})
-    run, planned = make_run(config, tmp_path)
+    run, planned = make_run(config)
     wake_adapter(run)
     step = planned.plan.step(0)
 
@@ -254,7 +251,7 @@ def test_dropout_differs_by_position_and_repeats_with_it(tiny, tmp_path):
 
 
 def test_linear_layers_are_the_only_thing_lora_trains(tiny, tmp_path):
-    run, _ = make_run(tiny.config(tmp_path), tmp_path)
+    run, _ = make_run(tiny.config(tmp_path))
     num_linear = sum(isinstance(module, nn.Linear) for module in run.model.get_decoder().modules())
     assert len(run.named_parameters) == 2 * num_linear
 
@@ -262,7 +259,7 @@ def test_linear_layers_are_the_only_thing_lora_trains(tiny, tmp_path):
 def test_cutting_a_sample_changes_no_loss_of_what_is_kept(tiny, tmp_path):
     """Built at 500 and at 60 tokens: every kept label token has the same loss, to the bit of the arithmetic."""
     model = {"name": str(tiny.model_dir), "precision": "fp64"}
-    whole, planned = make_run(tiny.config(tmp_path, model=model), tmp_path)
+    whole, planned = make_run(tiny.config(tmp_path, model=model))
     short_data = {
         "name": "short",
         "root": str(tmp_path / "data"),

@@ -8,19 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from built_run import built_run
 from tiny_models import save_tiny_model
 
-from flatout.checkpoint.write import Checkpoints
 from flatout.models.auxiliary_loss import AuxiliaryLoss
 from flatout.models.compile.layers import report_compilations
-from flatout.parallel.rank import Rank
-from flatout.track.callback import Reporter
-from flatout.trainer.build import build_run
-from flatout.trainer.planned_run import open_and_plan
-from flatout.trainer.state import Setup
 from flatout.trainer.step import accumulate_gradients, launch_step
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = pytest.mark.gpu
 WARM_UP_STEPS = 3
 
 
@@ -60,9 +55,7 @@ def run(tiny, tmp_path, request):
         **(adapter if request.param in ("lora", "dropout", "fp8-backward") or has_experts else {}),
         batch={"samples_per_step": 6, "micro_batch_tokens": 700, "max_steps": 12},
     )
-    planned = open_and_plan(config, Reporter(), Rank())
-    checkpoints = Checkpoints(tmp_path / "run", keep=1, on_event=lambda kind, facts: None)
-    made = build_run(Setup(config, planned, checkpoints, Reporter(), Rank()))
+    made = built_run(config)
     yield made
     made.loader.close()
 

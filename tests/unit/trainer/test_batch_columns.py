@@ -136,7 +136,6 @@ def test_nothing_is_gathered_unless_asked(store):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_columns_reach_the_gpu(store):
     loader = BatchLoader(store, torch.device("cuda"), max_documents=8, columns=NAMES)
     (batch,) = loader.batches([micro_batch(store, (6, 7, 0, 1, 2))])

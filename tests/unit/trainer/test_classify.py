@@ -33,6 +33,7 @@ from flatout.parallel.rank import Rank
 from flatout.track.callback import MemoryCallback, Reporter
 from flatout.trainer.planned_run import PlannedRun, open_and_plan
 from flatout.trainer.run import train
+from tests.usual import usual
 
 WORDS = {"good": ["great", "fine", "well"], "bad": ["poor", "awful"], "so-so": ["some", "a bit of"]}
 ROWS = [
@@ -89,7 +90,8 @@ def plan(config_of):
     return lambda *rows, **sections: open_and_plan(config_of(*rows, **sections), Reporter(), Rank())
 
 
-@pytest.mark.parametrize("name", MODELS)
+# one that has a padding token, and one whose end token pads
+@pytest.mark.parametrize("name", usual(MODELS, ["gpt2", "llama, padded by its end token"]))
 def test_loss_and_gradients_are_those_of_transformers(tiny, tmp_path, metrics_of, config_of, plan, name):
     make, pads = MODELS[name]
     folder = folder_of(tiny, tmp_path / "model", make, pads=pads)
@@ -176,7 +178,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", usual(FORMS, ["own names", "ShareGPT"]))
 def test_a_row_is_a_text_or_a_chat_whose_last_token_is_scored(tiny, plan, form):
     row, source, plain = FORMS[form]
     other = {**row, source.get("columns", {}).get("label", "label"): "b"}

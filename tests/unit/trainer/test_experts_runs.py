@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from run_folders import as_after
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -56,9 +56,7 @@ def test_adapters_of_experts_train_resume_and_merge(tiny, experts_dir, tmp_path,
     losses = [record["loss"] for record in metrics_of(tmp_path / "run")]
     assert losses[-1] < losses[0]
     # the second half again, recomputing activations
-    shutil.copytree(tmp_path / "run", tmp_path / "again")
-    shutil.rmtree(tmp_path / "again/checkpoints/step-4")
-    shutil.rmtree(tmp_path / "again/final")
+    as_after(tmp_path / "run", 2, tmp_path / "again")
     train(config_of(tiny, tmp_path / "again", experts_dir, recompute="full"))
     again = [record["loss"] for record in metrics_of(tmp_path / "again")]
     assert again == pytest.approx(losses, rel=1e-10)

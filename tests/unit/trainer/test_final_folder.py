@@ -10,9 +10,10 @@ from flatout.cli import merge as merge_cli
 from flatout.data.templates.template import template_text
 from flatout.data.token_store import TokenStore
 from flatout.trainer.run import train
+from tests.usual import usual
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", usual(["lora", "full"], ["lora"]))
 def test_the_trained_template_is_the_exported_tokenizers(tiny, tmp_path, method):
     """`data.template` is not the tokenizer's own; whoever renders with the export gets the tokens that were trained."""
     config = tiny.config(

@@ -43,13 +43,6 @@ def test_a_driver_that_does_not_answer_is_asked_once():
     assert len(asked) == 1
 
 
-def test_nothing_is_said_of_a_cpu(tiny, tmp_path):
-    config = tiny.config(tmp_path / "run", batch={"max_steps": 2})
-    train(config)
-    steps = read_run(config.folder).steps
-    assert [(one.gpu_watts, one.gpu_use) for one in steps] == [(None, None)] * 2
-
-
 @pytest.mark.gpu
 def test_a_run_on_a_gpu_records_its_power(tiny, tmp_path):
     pytest.importorskip("pynvml")

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from unit_store import write_units
 
 from flatout.cli.main import main
@@ -20,6 +19,7 @@ from flatout.data.kl_pairs import make_kl_store
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError
 from flatout.objectives.kto import KTO
+from tests.usual import usual
 
 ROWS = [
     {
@@ -84,7 +84,7 @@ def test_a_file_of_labels_trains_alike_on_any_number_of_ranks(tiny, tmp_path, me
             assert other["metrics"] == pytest.approx(one["metrics"], rel=1e-6, abs=1e-8)
 
 
-@pytest.mark.parametrize("kind", ["kto", "dpo", "cpo"])
+@pytest.mark.parametrize("kind", usual(["kto", "dpo", "cpo"], ["kto", "cpo"]))
 def test_forward_passes_are_in_the_plan_and_in_what_steps_achieve(tiny, tmp_path, metrics_of, capsys, kind):
     rows = ROWS
     if kind != "kto":
@@ -235,7 +235,6 @@ def test_the_objective_reads_labels_of_chats_too_and_refuses_rows_without(tiny, 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_gpu_compiles_nothing_during_steps_and_begins_at_the_reference(tiny, tmp_path, metrics_of, precision):
     """As on the CPU, with compiled layers for both kinds of passes, over 15 steps of many sizes."""

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from built_run import built_run
 from plain_losses import KTO, POLICIES, SETTINGS, PlainStep
 from transformers import AutoModelForCausalLM
 from unit_store import write_groups, write_units
 
-from flatout.checkpoint.write import Checkpoints
 from flatout.config.objective import OBJECTIVES, REFERENCE, class_of_kind
 from flatout.config.read import make_config
 from flatout.config.schema import Config
@@ -24,9 +24,7 @@ from flatout.planner.steps.prefixes import make_bundles
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
 from flatout.planner.steps.training_plan import TrainingPlan
 from flatout.track.callback import Reporter
-from flatout.trainer.build import build_run
 from flatout.trainer.planned_run import PlannedRun, open_and_plan
-from flatout.trainer.state import Setup
 from flatout.trainer.step import accumulate_gradients
 from flatout.verifier.compare import LOGPROBS, Reference
 from flatout.verifier.ranks import RankCase, run_rank_cases
@@ -121,8 +119,7 @@ def test_every_loss_over_answers_has_a_form():
 def test_a_step_is_that_of_plain_torch_however_it_is_cut(tiny, root, tmp_path, plain_step, name, layout):
     config = config_of(tiny, root, tmp_path / "run", name, **LAYOUTS[layout])
     planned = with_reference(open_and_plan(config, Reporter(), Rank()))
-    checkpoints = Checkpoints(tmp_path, keep=1, on_event=lambda kind, facts: None)
-    run = build_run(Setup(config, planned, checkpoints, Reporter(), Rank()))
+    run = built_run(config, planned)
     step = run.plan.step(0)
     loss, gradients, metrics = plain_step(planned).gradients(name)
     assert metrics.get("kl", 1.0) > 0 or name == "kto, weighted"

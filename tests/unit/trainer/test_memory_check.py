@@ -11,7 +11,7 @@ from flatout.checkpoint.write import Checkpoints
 from flatout.cli.main import main
 from flatout.config.read import dump_config
 from flatout.config.schema import Config
-from flatout.errors import CheckpointError
+from flatout.errors import CheckpointError, ResourceError
 from flatout.parallel.control_group import ControlGroup
 from flatout.parallel.rank import Rank
 from flatout.planner.devices import GIB, Device
@@ -23,6 +23,7 @@ from flatout.trainer.build import build_run
 from flatout.trainer.memory_check import MemoryCheck, choose_passes, read_record, reason_not_to_measure
 from flatout.trainer.planned_run import PlannedRun, open_and_plan
 from flatout.trainer.state import Setup, TrainingRun
+from tests.usual import usual
 
 # a GPU that holds about a third of a step of the tiny model in one pass
 GPU = Device("a GPU", int(0.1 * GIB))
@@ -176,7 +177,7 @@ def test_a_gpu_that_takes_less_holds_more_tokens(config):
     assert Start(config, factor=0.7).tokens > Start(config).tokens
 
 
-@pytest.mark.parametrize("factor", [1.02, 1.25])
+@pytest.mark.parametrize("factor", usual([1.02, 1.25], [1.25]))
 def test_an_equal_start_measures_nothing_and_plans_alike(config, factor):
     first = Start(config, factor=factor, reuse_measured=True)
     second = Start(config, factor=factor, reuse_measured=True)
@@ -199,9 +200,6 @@ def test_each_recompute_level_is_measured_once(config):
     levels = [kind.split()[0] for kind in start.planned.device.corrections]
     assert levels == ["none", "full", "offload"]
     assert start.num_measured == 3
-    again = Start(auto, factor=1.6, reuse_measured=True, gpu=gpu)
-    assert again.num_measured == 0
-    assert again.first_plan.pass_settings == start.planned.pass_settings
 
 
 @pytest.mark.parametrize(
@@ -223,7 +221,7 @@ def test_a_plan_that_measurements_may_not_change_is_not_measured(tiny, config, c
     assert start.planned.pass_settings == start.first_plan.pass_settings
 
 
-@pytest.mark.parametrize("planned", ["selective", "budget", "full", "none"])
+@pytest.mark.parametrize("planned", usual(["selective", "budget", "full", "none"], ["budget", "none"]))
 def test_memory_is_measured_of_the_level_at_which_layers_recompute(config, planned):
     """No layer compiles on a CPU, so the compiler cannot recompute a part of one."""
     model = config.model.model_copy(update={"precision": "bf16"})
@@ -233,10 +231,6 @@ def test_memory_is_measured_of_the_level_at_which_layers_recompute(config, plann
     assert start.planned.device is not None
     assert [kind.split()[0] for kind in start.planned.device.corrections] == [level]
     assert start.num_measured == 1
-    # an equal start knows what this one measured, and its plan is the same
-    again = Start(config, factor=1.25, reuse_measured=True)
-    assert again.num_measured == 0
-    assert again.planned.pass_settings == start.planned.pass_settings
 
 
 def test_a_plan_that_memory_does_not_limit_is_measured_too(config):
@@ -261,8 +255,6 @@ def test_a_document_that_fills_a_micro_batch_is_not_run_before_the_first_step(co
 
 
 def test_a_run_that_does_not_fit_as_measured_says_so(config):
-    from flatout.errors import ResourceError
-
     gpu = Device("a GPU", int(0.09 * GIB))
     Start(config, gpu=gpu)
     with pytest.raises(ResourceError, match="the longest sample has"):
@@ -280,6 +272,10 @@ def test_a_resumed_run_keeps_the_corrections_of_its_start(config):
         return MemoryCheck(config, ControlGroup(Rank()), Reporter(), reuse_measured=True).corrected(GPU)
 
     assert known(config) == first.planned.device
+    told, other_gpu = Told(), Device("another GPU", 2 * GIB)
+    check = MemoryCheck(config, ControlGroup(Rank()), Reporter(told), reuse_measured=True)
+    assert check.corrected(other_gpu) == other_gpu
+    assert told.of("memory") == ["memory.json was measured on a GPU and is not used on another GPU"]
     (config.folder / "memory.json").unlink()
     # from before there were records: the constants, though an equal start has kept a correction
     assert known(config) == GPU
@@ -287,16 +283,6 @@ def test_a_resumed_run_keeps_the_corrections_of_its_start(config):
     (config.folder / "memory.json").write_text('{"name": "a GPU", "memory_bytes": "much"}')
     with pytest.raises(CheckpointError, match=r"memory\.json: memory_bytes"):
         known(config)
-
-
-def test_corrections_of_one_card_say_nothing_of_another(config):
-    Start(config, factor=1.25, reuse_measured=True)
-    (config.folder / "checkpoints" / "step-1").mkdir(parents=True)
-    told = Told()
-    check = MemoryCheck(config, ControlGroup(Rank()), Reporter(told), reuse_measured=True)
-    other = Device("another GPU", 2 * GIB)
-    assert check.corrected(other) == other
-    assert told.of("memory") == ["memory.json was measured on a GPU and is not used on another GPU"]
 
 
 def test_corrections_do_not_reach_other_layouts_and_groups(config):

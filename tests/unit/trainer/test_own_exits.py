@@ -14,6 +14,7 @@ from flatout.cli.main import main
 from flatout.config.read import dump_config
 from flatout.errors import UsageError
 from flatout.trainer.run import train
+from tests.usual import usual
 
 OWN = """
 import os, sys
@@ -57,21 +58,21 @@ def outcome(folder: Path) -> str | None:
     return str(json.loads(file.read_text())["outcome"]) if file.exists() else None
 
 
-@pytest.mark.parametrize(
-    ("place", "code", "exit_code", "said"),
-    [
-        ("loss", "pass", 0, None),
-        ("module", "sys.exit(0)", 2, "own.py:6: the objective's own code failed with SystemExit: 0"),
-        ("setting", "sys.exit()", 2, "own.py:Own: SystemExit"),
-        ("loss", "sys.exit(0)", 2, "own.py:18: objective Own failed with SystemExit: 0"),
-        ("loss", "raise GeneratorExit", 2, "own.py:18: objective Own failed with GeneratorExit"),
-        ("loss", "raise KeyboardInterrupt", 130, "stopped"),
-        ("loss", BACKWARD, 2, "own.py:22: sys.exit(0) does not end a run; raise an error there, or return"),
-        ("loss", "loss = loss * (1 + 1j)", 2, "objective Own returned loss of complex numbers; expected a mapping"),
-        ("loss", "loss = float(loss)", 2, "objective Own returned loss as a float; expected a mapping"),
-        ("loss", "loss = loss * float('nan')", 5, "error: step 1: loss nan"),
-    ],
-)  # fmt: skip
+FAILING = [
+    ("loss", "pass", 0, None),
+    ("module", "sys.exit(0)", 2, "own.py:6: the objective's own code failed with SystemExit: 0"),
+    ("loss", "sys.exit(0)", 2, "own.py:18: objective Own failed with SystemExit: 0"),
+    ("loss", "raise KeyboardInterrupt", 130, "stopped"),
+    ("loss", BACKWARD, 2, "own.py:22: sys.exit(0) does not end a run; raise an error there, or return"),
+    ("loss", "loss = loss * float('nan')", 5, "error: step 1: loss nan"),
+    ("setting", "sys.exit()", 2, "own.py:Own: SystemExit"),
+    ("loss", "raise GeneratorExit", 2, "own.py:18: objective Own failed with GeneratorExit"),
+    ("loss", "loss = loss * (1 + 1j)", 2, "objective Own returned loss of complex numbers; expected a mapping"),
+    ("loss", "loss = float(loss)", 2, "objective Own returned loss as a float; expected a mapping"),
+]
+
+
+@pytest.mark.parametrize(("place", "code", "exit_code", "said"), usual(FAILING, FAILING[:6]))
 def test_a_run_that_failed_ends_with_its_exit_code_and_one_sentence(
     tiny, tmp_path, capfd, place, code, exit_code, said
 ):
@@ -85,7 +86,7 @@ def test_a_run_that_failed_ends_with_its_exit_code_and_one_sentence(
     assert outcome(tmp_path) in (None, "failed", "stopped")
 
 
-@pytest.mark.parametrize("verb", ["plan", "verify", "train"])
+@pytest.mark.parametrize("verb", usual(["plan", "verify", "train"], ["verify"]))
 def test_every_verb_that_runs_the_objective_refuses_its_exit(tiny, tmp_path, capfd, verb):
     file = written(tiny, tmp_path, "module", "def __getattr__(name): sys.exit(0)")
     (tmp_path / "own.py").write_text((tmp_path / "own.py").read_text().replace("class Own", "class Other"))
@@ -113,7 +114,10 @@ class Hears(flatout.Callback):
         self.ended = end
 
 
-@pytest.mark.parametrize("method", ["on_start", "on_step", "on_event", "on_save", "on_end", "on_other"])
+HEARD = ["on_start", "on_step", "on_event", "on_save", "on_end", "on_other"]
+
+
+@pytest.mark.parametrize("method", usual(HEARD, HEARD[1::3] + HEARD[-1:]))
 def test_an_exit_of_a_callback_is_an_error_of_the_call(tiny, tmp_path, method):
     config = tiny.config(tmp_path / "run", batch={"max_steps": 1})
     callbacks = Leaves(method), Hears()
@@ -127,14 +131,14 @@ def test_an_exit_of_a_callback_is_an_error_of_the_call(tiny, tmp_path, method):
     assert callbacks[1].ended is not None
 
 
-@pytest.mark.parametrize(
-    ("code", "exit_code", "said"),
-    [
-        ("pass", 0, ""),
-        ("sys.exit(0)", 2, "objective Own failed with SystemExit: 0"),
-        ("os._exit(0)", 1, "code such as os._exit(0) ended it"),
-    ],
-)
+OF_RANKS = [
+    ("os._exit(0)", 1, "code such as os._exit(0) ended it"),
+    ("sys.exit(0)", 2, "objective Own failed with SystemExit: 0"),
+    ("pass", 0, ""),
+]
+
+
+@pytest.mark.parametrize(("code", "exit_code", "said"), usual(OF_RANKS, OF_RANKS[:1]))
 def test_ranks_that_exit_with_zero_before_the_end_have_failed(tiny, tmp_path, capfd, code, exit_code, said):
     file = written(tiny, tmp_path, "loss", code, gpus=[0, 1], faults={"max_restarts": 0})
     assert main(["train", str(file)]) == exit_code

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,15 @@ import torch
 from picture_world import make_picture_model, write_rows
 from PIL import ImageOps
 from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, PaliGemmaConfig
 
 from flatout.cli.main import main
+from flatout.config.schema import ModelConfig
+from flatout.data.pictures.processor import PictureProcessor
+from flatout.data.tokenizer import load_tokenizer
 from flatout.errors import PackingError, UsageError
+from flatout.models.load.model import load_model
+from flatout.models.pictures import check_pictures, read_with_own_attention, require_picture_model
 from flatout.track.run_log import read_run
 from flatout.trainer.picture_inputs import PictureMaker
 from tests.usual import usual
@@ -136,9 +143,8 @@ SHARDED = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=() if name == "fsdp" else pytest.mark.exhaustive) for name in SHARDED]
-)
+@pytest.mark.exhaustive  # test_tower_runs.py has ranks with the suite
+@pytest.mark.parametrize("case", SHARDED)
 def test_ranks_take_the_steps_of_one_process(world, tmp_path, metrics_of, case):
     both, sharded = SHARDED[case]
     path = write_config(world, tmp_path)
@@ -214,10 +220,6 @@ def test_pictures_that_are_read_in_both_directions_are_padded(world, tmp_path, m
 
 
 def test_a_prompt_that_is_read_in_both_directions_is_refused():
-    from transformers import AutoModelForImageTextToText, PaliGemmaConfig
-
-    from flatout.models.pictures import require_picture_model
-
     text = {"model_type": "gemma", "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16}
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(PaliGemmaConfig(text_config=text))
@@ -228,21 +230,14 @@ def test_a_prompt_that_is_read_in_both_directions_is_refused():
 BUGS = ["order of pictures", "neighbour's positions", "another picture's features", "one axis", "a picture more"]
 
 
-@pytest.mark.parametrize("bug", BUGS)
-def test_the_check_at_start_up_finds_planted_bugs(world, tmp_path, bug):
-    from flatout.config.schema import ModelConfig
-    from flatout.data.pictures.processor import PictureProcessor
-    from flatout.data.tokenizer import load_tokenizer
-    from flatout.models.load.model import load_model
-    from flatout.models.pictures import check_pictures, read_with_own_attention
-
+def test_the_check_at_start_up_finds_planted_bugs(world):
     model_dir = str(world / "model")
     config = ModelConfig(name=model_dir, precision="fp64")
     loaded = load_model(config, method="lora", device=torch.device("cpu"), seed=0)
     read_with_own_attention(loaded.model, loaded.dtype)
     maker = PictureMaker(PictureProcessor(model_dir, load_tokenizer(model_dir)), loaded.model)
 
-    def planted(batch: Any, images: Any, counts: Any, token_ids: Any) -> Any:
+    def planted(bug: str, batch: Any, images: Any, counts: Any, token_ids: Any) -> Any:
         made = maker.with_images(batch, images, counts, token_ids)
         if bug == "order of pictures":
             return replace(made, pictures=maker.with_images(batch, images[::-1], counts[::-1], token_ids).pictures)
@@ -257,6 +252,7 @@ def test_the_check_at_start_up_finds_planted_bugs(world, tmp_path, bug):
 
     documents = maker.probes(0), maker.probes(1)
     assert "no leak" in check_pictures(loaded, *documents, maker.with_images)
-    with pytest.raises(PackingError, match="model type qwen2_5_vl"):
-        check_pictures(loaded, *documents, planted)
+    for bug in BUGS:
+        with pytest.raises(PackingError, match="model type qwen2_5_vl"):
+            check_pictures(loaded, *documents, partial(planted, bug))
     maker.close()

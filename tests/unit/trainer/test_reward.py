@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, PeftModelForSequenceClassification, get_peft_model
 from plain_losses import plain_update
+from run_folders import as_after, require_equal
 from safetensors.torch import load_file
 from torch.nn.functional import logsigmoid
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
@@ -24,6 +24,7 @@ from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.trainer.planned_run import open_and_plan
 from flatout.trainer.run import train
+from tests.usual import usual
 
 NUM_PAIRS, PER_STEP, NUM_STEPS, LR = 10, 4, 10, 0.05
 
@@ -61,12 +62,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[str], int]] = {
     "2 ranks, fsdp": ({"micro_batch_tokens": 4000}, ["gpus=[0,1]", "strategy=fsdp"], 1),
     "2 ranks, zero2": ({"micro_batch_tokens": 190}, ["gpus=[0,1]", "strategy=zero2"], 1),
 }
-WITH_THE_SUITE = {("full", "packed"), ("full", "rows"), ("lora", "shared, 3 micro-batches"), ("lora", "2 ranks")}
-CASES = [
-    pytest.param(method, layout, marks=[] if (method, layout) in WITH_THE_SUITE else pytest.mark.exhaustive)
-    for method in ("full", "lora")
-    for layout in LAYOUTS
-]
+CASES = [(method, layout) for method in ("full", "lora") for layout in LAYOUTS]
+WITH_THE_SUITE = [("full", "packed"), ("lora", "shared, 3 micro-batches"), ("lora", "2 ranks")]
 
 
 def first_score(size: int, seed: int = 3, num_scores: int = 1) -> torch.Tensor:
@@ -130,7 +127,7 @@ def expected(tiny, pairs, adapter, tmp_path_factory):
     return find
 
 
-@pytest.mark.parametrize(("method", "layout"), CASES)
+@pytest.mark.parametrize(("method", "layout"), usual(CASES, WITH_THE_SUITE))
 def test_reward_and_its_gradients_are_those_of_transformers_and_peft(
     tiny, pairs, adapter, expected, tmp_path, metrics_of, method, layout
 ):
@@ -170,9 +167,8 @@ def test_a_stopped_run_over_nf4_resumes_to_the_bit(tiny, pairs, tmp_path):
     adapter = tmp_path / "run/final/adapter_model.safetensors"
     train(config)
     whole = load_file(adapter)
-    for gone in ("final", "checkpoints/step-4"):
-        shutil.rmtree(tmp_path / "run" / gone)
+    as_after(tmp_path / "run", 2)
     train(config)
     assert '"resumed"' in (tmp_path / "run/events.jsonl").read_text()
-    assert all(torch.equal(own, whole[name]) for name, own in load_file(adapter).items())
+    require_equal(load_file(adapter), whole)
     assert "base_model.model.score.weight" in whole

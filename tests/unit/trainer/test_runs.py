@@ -11,27 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from run_folders import as_after, require_equal, state_of
 from safetensors.torch import load_file, save_file
 
 from flatout.config.data import SourceConfig
 from flatout.data.build import open_or_build
 from flatout.errors import CheckpointError, DataError, NumericError, ResourceError, UsageError
+from flatout.io.durable_io import DurableIO
 from flatout.optim.lr_schedule import lr_factor
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.track.run_log import read_run
 from flatout.trainer.planned_run import open_and_plan
 from flatout.trainer.run import train
-
-
-def weights(run_dir: Path, step: int = 8) -> dict[str, torch.Tensor]:
-    folder = run_dir / "checkpoints" / f"step-{step}"
-    return {**load_file(folder / "model.safetensors"), **load_file(folder / "optimizer.safetensors")}
-
-
-def assert_bit_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name], b[name]) for name in a), "weights or optimizer states differ"
 
 
 @pytest.fixture(scope="module", params=["lora", "full"])
@@ -53,27 +45,25 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_others(uninterrupted
     torch.use_deterministic_algorithms(True, warn_only=True)  # as a notebook's cell before may ask
     train(again)
     assert torch.is_deterministic_algorithms_warn_only_enabled(), "torch's settings are as they were"
-    assert_bit_equal(weights(result.folder), weights(tmp_path / "again"))
-    other = config.model_copy(update={"run_dir": tmp_path / "other", "seed": 8})
-    train(other)
-    name = next(iter(weights(result.folder)))
-    assert not torch.equal(weights(result.folder)[name], weights(tmp_path / "other")[name])
+    require_equal(state_of(result.folder, 8), state_of(tmp_path / "again", 8))
+    train(config.model_copy(update={"run_dir": tmp_path / "other", "seed": 8}))
+    one, other = (state_of(folder, 8) for folder in (result.folder, tmp_path / "other"))
+    name = next(iter(one))
+    assert not torch.equal(one[name], other[name])
 
 
 def test_resume_at_every_step_is_bit_equal(uninterrupted, tmp_path, metrics_of):
-    """Of eight steps, the epoch end among them; one resumed run is resumed once more, two steps on."""
+    """Of eight steps, the epoch end among them; the resumed run is resumed once more, two steps on."""
     config, result = uninterrupted
-    expected = {line["step"]: line["loss"] for line in metrics_of(result.folder)}
-    for step in (1, 3, 6):
-        run_dir = tmp_path / f"from-{step}"
-        shutil.copytree(result.folder, run_dir)
-        for last in (step, step + 2) if step == 3 else (step,):
-            forget_after(run_dir, last)
-            train(config.model_copy(update={"run_dir": run_dir}))
-            assert_bit_equal(weights(result.folder), weights(run_dir))
-        losses = {line["step"]: line["loss"] for line in metrics_of(run_dir)}
-        assert losses == expected
-        assert evals(run_dir)[-1] == evals(result.folder)[-1]
+    run_dir = tmp_path / "again"
+    shutil.copytree(result.folder, run_dir)
+    for step in (3, 5):
+        as_after(run_dir, step)
+        train(config.model_copy(update={"run_dir": run_dir}))
+        require_equal(state_of(result.folder, 8), state_of(run_dir, 8))
+    losses = [[line["loss"] for line in metrics_of(folder)] for folder in (run_dir, result.folder)]
+    assert losses[0] == losses[1]
+    assert evals(run_dir)[-1] == evals(result.folder)[-1]
 
 
 def test_a_resumed_run_reads_the_restored_adapter(tiny, tmp_path, metrics_of):
@@ -82,15 +72,12 @@ def test_a_resumed_run_reads_the_restored_adapter(tiny, tmp_path, metrics_of):
     whole = tiny.config(tmp_path / "whole", **settings)
     train(whole)
     assert re.search(r"fused +[1-9]\d* layers run as", (tmp_path / "whole" / "train.log").read_text())
-    for step in (1, 5):
-        run_dir = tmp_path / f"from-{step}"
-        shutil.copytree(whole.folder, run_dir)
-        forget_after(run_dir, step)
-        train(whole.model_copy(update={"run_dir": run_dir}))
-        assert_bit_equal(weights(whole.folder), weights(run_dir))
-        for name, kind in (("loss", "step"), ("eval_loss", "eval")):
-            records = [metrics_of(folder, kind) for folder in (run_dir, whole.folder)]
-            assert [record[name] for record in records[0]] == [record[name] for record in records[1]]
+    run_dir = as_after(whole.folder, 4, tmp_path / "again")
+    train(whole.model_copy(update={"run_dir": run_dir}))
+    require_equal(state_of(whole.folder, 8), state_of(run_dir, 8))
+    for name, kind in (("loss", "step"), ("eval_loss", "eval")):
+        records = [metrics_of(folder, kind) for folder in (run_dir, whole.folder)]
+        assert [record[name] for record in records[0]] == [record[name] for record in records[1]]
 
 
 def test_rope_by_length_resumes_to_the_bit(tiny, length_scaled, tmp_path):
@@ -103,19 +90,9 @@ def test_rope_by_length_resumes_to_the_bit(tiny, length_scaled, tmp_path):
     )
     train(whole)
     assert "; beyond 64 tokens within" in (tmp_path / "whole" / "train.log").read_text()
-    run_dir = tmp_path / "again"
-    shutil.copytree(tmp_path / "whole", run_dir)
-    forget_after(run_dir, 3)
+    run_dir = as_after(whole.folder, 3, tmp_path / "again")
     train(whole.model_copy(update={"run_dir": run_dir}))
-    assert_bit_equal(weights(tmp_path / "whole", 5), weights(run_dir, 5))
-
-
-def forget_after(run_dir: Path, step: int) -> None:
-    shutil.rmtree(run_dir / "final")
-    shutil.rmtree(run_dir / "best", ignore_errors=True)
-    for folder in (run_dir / "checkpoints").iterdir():
-        if int(folder.name.removeprefix("step-")) > step:
-            shutil.rmtree(folder)
+    require_equal(state_of(whole.folder, 5), state_of(run_dir, 5))
 
 
 def evals(run_dir: Path) -> list[tuple[int, float]]:
@@ -139,10 +116,6 @@ def results_of(run_dir: Path) -> list[Path]:
 
 
 def test_what_is_reported_is_true(uninterrupted, metrics_of):
-    from flatout.parallel.rank import Rank
-    from flatout.track.callback import Reporter
-    from flatout.trainer.planned_run import open_and_plan
-
     config, result = uninterrupted
     planned = open_and_plan(config, Reporter(), Rank())
     records = metrics_of(result.folder)
@@ -185,6 +158,8 @@ def test_a_run_folder_says_what_ran_and_how_it_ended(uninterrupted):
     assert [record.step for record in log.steps] == list(range(1, 9))
     assert [record.step for record in log.evals] == [0, 3, 6, 8]
     assert log.num_bad_lines == 0
+    # nothing is known of a CPU
+    assert {(record.gpu_watts, record.gpu_use) for record in log.steps} == {(None, None)}
     plan = log.start.plan
     assert log.start.settings["optim.lr"] == config.optim.lr
     assert (log.start.num_trained_parameters < log.start.num_parameters) == (config.method == "lora")
@@ -200,7 +175,7 @@ def test_a_resume_with_other_planned_micro_batches_says_so(tiny, tmp_path, monke
     config = tiny.config(tmp_path / "run", batch=batch, checkpoint={"every_steps": 2, "keep": 20})
     train(config)
     for num_tokens, is_said in ((8192, False), (1000, True)):
-        forget_after(tmp_path / "run", 2)
+        as_after(tmp_path / "run", 2)
         monkeypatch.setattr("flatout.planner.memory.budget.CPU_MICRO_BATCH_TOKENS", num_tokens)
         train(config)
         said = "micro-batch tokens: 8192 in the checkpoint, 1000 now"
@@ -291,7 +266,7 @@ def test_early_stop_keeps_the_best(tiny, tmp_path):
     config = tiny.config(
         tmp_path / "run",
         method="full",
-        batch={"samples_per_step": 6, "micro_batch_tokens": 700, "max_steps": 40},
+        batch={"max_steps": 40},
         optim={"lr": 1e-2},
         schedule={"kind": "constant", "warmup_steps": 0},
         # a new best must be lower by a nat, which stops coming soon
@@ -316,8 +291,6 @@ def test_the_final_adapter_is_the_last_checkpoint(uninterrupted):
 
 def test_a_full_disk_at_a_save_does_not_stop_training(tiny, tmp_path, monkeypatch):
     """The disk is full at the first save only: the run goes on, says so, and saves again later."""
-    from flatout.io.durable_io import DurableIO
-
     whole = DurableIO.require_free
     calls = []
 
@@ -335,26 +308,23 @@ def test_a_full_disk_at_a_save_does_not_stop_training(tiny, tmp_path, monkeypatc
     assert [event["step"] for event in events if event["kind"] == "not_saved"] == [3]
 
 
-@pytest.mark.parametrize("rebuilt", [False, True])
-def test_a_run_goes_on_with_the_data_set_of_earlier_mask_rules(tiny, tmp_path, monkeypatch, rebuilt):
+def test_a_run_goes_on_with_the_data_set_of_earlier_mask_rules(tiny, tmp_path, monkeypatch):
     sections = {"checkpoint": {"every_steps": 1, "keep": 5}, "batch": {"max_steps": 2}}
     config = tiny.config(tmp_path / "run", data={"root": str(tmp_path / "data")}, **sections)
     with monkeypatch.context() as earlier:
         earlier.setattr("flatout.data.token_store.MASK_RULES", 0)
         train(config)
     weights = (tmp_path / "run/final/adapter_model.safetensors").read_bytes()
-    for later in ("final", "checkpoints/step-2"):
-        shutil.rmtree(tmp_path / "run" / later)
-    if rebuilt:  # by another command, in between
-        open_or_build(config.data, config.model.name)
-        with pytest.raises(CheckpointError, match=r"the data differs from what the checkpoint was trained on"):
-            train(config)
-        return
+    as_after(tmp_path / "run", 1)
     train(config)
-    assert "earlier rules of which tokens carry loss; the run continues with it" in (
-        tmp_path / "run/train.log"
-    ).read_text().replace("\n", " ")
+    said = " ".join((tmp_path / "run/train.log").read_text().split())
+    assert "earlier rules of which tokens carry loss; the run continues with it" in said
     assert (tmp_path / "run/final/adapter_model.safetensors").read_bytes() == weights
+    # rebuilt by another command, in between
+    as_after(tmp_path / "run", 1)
+    open_or_build(config.data, config.model.name)
+    with pytest.raises(CheckpointError, match=r"the data differs from what the checkpoint was trained on"):
+        train(config)
 
 
 def test_a_tokenizer_larger_than_the_model_is_told_before_loading(tiny, tmp_path):

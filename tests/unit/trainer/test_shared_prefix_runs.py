@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
+from run_folders import as_after, require_equal, state_of
 
 from flatout.cli.main import main
 from flatout.config.read import dump_config
 from flatout.errors import UsageError
 from flatout.trainer.run import train
+from tests.usual import usual
 
 SYSTEM = " ".join(f"Rule {number}: answer in one full sentence, and name what you do not know." for number in range(8))
 
@@ -46,10 +46,6 @@ def said(folder: Path, name: str) -> list[str]:
     return re.findall(rf"(?m)^\S+ {name} +(.*)", (folder / "train.log").read_text())
 
 
-def saved(folder: Path, step: int = 4) -> dict[str, torch.Tensor]:
-    return load_file(folder / f"checkpoints/step-{step}/model.safetensors")
-
-
 def test_as_typed(tiny, chats, tmp_path, capsys, metrics_of):
     """The plan tells the gain, the run says it shares, and its records and its report have the share."""
     config = run_of(tiny, chats, tmp_path / "run", eval={"fraction": 0.1})
@@ -78,17 +74,16 @@ def test_as_typed(tiny, chats, tmp_path, capsys, metrics_of):
     assert main(["report", str(tmp_path / "run"), "--format", "md"]) == 0
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {"method": "lora"},
-        {"method": "full", "recompute": "full"},
-        {"method": "lora", "recompute": "offload", "batch": {"micro_batch_tokens": 1200}},
-    ],
-    ids=["lora", "full", "offload"],
-)
-def test_sharing_changes_no_step_and_resumes_to_the_bit(tiny, chats, tmp_path, metrics_of, sections):
-    settings = {**sections, "checkpoint": {"every_steps": 1, "keep": 9}, "eval": {"fraction": 0.1}}
+RUNS: dict[str, dict[str, Any]] = {
+    "lora": {"method": "lora"},
+    "full": {"method": "full", "recompute": "full"},
+    "offload": {"method": "lora", "recompute": "offload", "batch": {"micro_batch_tokens": 1200}},
+}
+
+
+@pytest.mark.parametrize("name", usual(RUNS, ["full", "offload"]))
+def test_sharing_changes_no_step_and_resumes_to_the_bit(tiny, chats, tmp_path, metrics_of, name):
+    settings = {**RUNS[name], "checkpoint": {"every_steps": 1, "keep": 9}, "eval": {"fraction": 0.1}}
     batch = settings.pop("batch", {})
     shared = run_of(tiny, chats, tmp_path / "shared", batch={"share_prefix": "on", **batch}, **settings)
     train(shared)
@@ -97,17 +92,11 @@ def test_sharing_changes_no_step_and_resumes_to_the_bit(tiny, chats, tmp_path, m
     for kind, names in (("step", ("loss", "grad_norm", "num_tokens", "num_label_tokens")), ("eval", ("eval_loss",))):
         ours, apart = (metrics_of(tmp_path / run, kind) for run in ("shared", "apart"))
         assert len(ours) == len(apart) > 0
-        for name in names:
+        for figure in names:
             # norms compute in float32
-            assert [each[name] for each in ours] == pytest.approx([each[name] for each in apart], rel=1e-6)
-    again = tmp_path / "again"
-    shutil.copytree(tmp_path / "shared", again)
-    for folder in (again / "final", *(again / "checkpoints").glob("step-[34]")):
-        shutil.rmtree(folder)
-    train(shared.model_copy(update={"run_dir": again}))
-    ours, truth = saved(again), saved(tmp_path / "shared")
-    assert ours.keys() == truth.keys()
-    assert all(torch.equal(ours[name], truth[name]) for name in truth)
+            assert [each[figure] for each in ours] == pytest.approx([each[figure] for each in apart], rel=1e-6)
+    train(shared.model_copy(update={"run_dir": as_after(tmp_path / "shared", 2, tmp_path / "again")}))
+    require_equal(state_of(tmp_path / "again", 4), state_of(tmp_path / "shared", 4))
 
 
 @pytest.mark.parametrize(
@@ -146,6 +135,28 @@ def test_what_a_model_would_compute_differently_is_not_shared(tiny, chats, tmp_p
     assert f"prefixes not shared: {why}" in " ".join(capsys.readouterr().out.split())
     assert main(["plan", str(tmp_path / "run.yaml"), "batch.share_prefix=on"]) == 2
     assert why in " ".join(capsys.readouterr().err.split())
+
+
+def test_ranks_that_share_micro_batches_share_no_prefixes(tiny, chats, tmp_path, capsys):
+    config = run_of(tiny, chats, tmp_path / "run", batch={"share_prefix": "on"})
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    typed = [str(tmp_path / "run.yaml"), "device=cpu", "gpus=[0,1]", "context.parallel=2"]
+    assert main(["train", *typed]) == 2
+    assert "context.parallel: 2 does not work with batch.share_prefix: on" in capsys.readouterr().err
+    assert main(["plan", *typed, "--ranks", "2", "batch.share_prefix=auto"]) == 0
+    why = "prefixes not shared: with context.parallel, ranks share each sample's tokens"
+    assert why in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("num_ranks", usual([1, 2], [1]))
+def test_every_cut_and_strategy_agrees_with_samples_alone(tiny, chats, tmp_path, num_ranks):
+    config = run_of(tiny, chats, tmp_path / "run", model={"precision": "fp32"}, batch={"share_prefix": "on"})
+    (tmp_path / "run.yaml").write_text(dump_config(config))
+    assert main(["verify", str(tmp_path / "run.yaml"), "--ranks", str(num_ranks)]) == 0
+    rows = {row["case"]: row for row in json.loads((config.folder / "verify.json").read_text())["rows"]}
+    over_ranks = ("ddp", "zero1", "zero2", "zero3", "fsdp") if num_ranks == 2 else ()
+    assert {"packed", "each sample alone", *over_ranks} <= rows.keys()
+    assert max(row["worst_difference"] for row in rows.values()) < 1e-4
 
 
 def test_data_without_a_common_start_shares_nothing(tiny, tmp_path):

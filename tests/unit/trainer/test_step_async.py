@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from built_run import built_run
+from run_folders import require_equal, state_of
 
-from flatout.checkpoint.write import Checkpoints
 from flatout.errors import NumericError, PreemptedError
 from flatout.optim.flat import flatten
 from flatout.optim.torch_optimizers import FlatAdamW
 from flatout.optim.update import clear_found_inf, copy_to_host_async, set_found_inf, supports_found_inf
-from flatout.parallel.rank import Rank
-from flatout.track.callback import Reporter
 from flatout.trainer import build, loop, step
-from flatout.trainer.planned_run import open_and_plan
 from flatout.trainer.run import train
-from flatout.trainer.state import Setup, TrainingRun
+from flatout.trainer.state import TrainingRun
 from flatout.trainer.step import launch_step
 from tests.usual import usual
 
@@ -43,10 +39,8 @@ def sections(request, monkeypatch):
     return {}
 
 
-def make_run(config: Any, tmp_path: Path) -> TrainingRun:
-    planned = open_and_plan(config, Reporter(), Rank())
-    checkpoints = Checkpoints(tmp_path, keep=1, on_event=lambda kind, facts: None)
-    run = build.build_run(Setup(config, planned, checkpoints, Reporter(), Rank()))
+def make_run(config: Any) -> TrainingRun:
+    run = built_run(config)
     assert supports_found_inf(run.optimizer)
     return run
 
@@ -77,7 +71,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, index: int, parameter: int = 3) -> N
 
 def test_launching_ahead_gives_the_same_bits_as_waiting(tiny, tmp_path, sections):
     configs = [tiny.config(tmp_path / name, **sections) for name in ("waits", "ahead")]
-    outcomes, runs = [], [make_run(config, Path(config.run_dir)) for config in configs]
+    outcomes, runs = [], [make_run(config) for config in configs]
     for run in runs:
         pending, mine = [], []
         for planned in run.plan.steps():
@@ -93,7 +87,7 @@ def test_launching_ahead_gives_the_same_bits_as_waiting(tiny, tmp_path, sections
 
 
 def test_a_bad_step_and_the_one_launched_after_it_change_nothing(tiny, tmp_path, monkeypatch, sections):
-    run = make_run(tiny.config(tmp_path, **sections), tmp_path)
+    run = make_run(tiny.config(tmp_path, **sections))
     steps = list(run.plan.steps())
     launch_step(run, steps[0])()
     before = state(run)
@@ -113,7 +107,7 @@ def test_a_bad_step_and_the_one_launched_after_it_change_nothing(tiny, tmp_path,
 
 
 def test_a_stopped_step_and_the_one_launched_after_it_change_nothing(tiny, tmp_path, sections):
-    run = make_run(tiny.config(tmp_path, **sections), tmp_path)
+    run = make_run(tiny.config(tmp_path, **sections))
     steps = list(run.plan.steps())
     launch_step(run, steps[0])()
     before = state(run)
@@ -150,11 +144,7 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(tiny, tmp_path, monke
         train(cut)
     monkeypatch.setattr(loop, "step_launcher", original)
     train(cut)
-    for name in ("model", "optimizer"):
-        files = [tmp_path / run / "checkpoints" / "step-8" / f"{name}.safetensors" for run in ("whole", "cut")]
-        tensors = [load_file(file) for file in files]
-        assert tensors[0].keys() == tensors[1].keys()
-        assert all(torch.equal(tensors[0][key], tensors[1][key]) for key in tensors[0])
+    require_equal(*(state_of(tmp_path / run, 8) for run in ("whole", "cut")))
     records = [metrics_of(tmp_path / run) for run in ("whole", "cut")]
     for key in ("step", "loss", "lr", "grad_norm", "num_tokens"):
         assert [record[key] for record in records[0]] == [record[key] for record in records[1]]

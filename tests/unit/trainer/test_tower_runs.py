@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from picture_world import make_picture_model, write_rows
+from run_folders import as_after, require_equal
 from safetensors.torch import load_file
 
 from flatout.cli.main import main
 from flatout.models.blocks import part_of
+from tests.usual import usual
 
 BOTH = ["model.freeze_vision_tower=false", "model.freeze_projector=false"]
 
@@ -39,7 +40,7 @@ def command(world: Path, folder: Path, *more: str, verb: str = "train", rows: st
     return [verb, str(path), *([] if "method=full" in more else ["lora.rank=4"]), *more]
 
 
-# the settings of ranks that take the steps of one process; the first two by default
+# the settings of ranks that take the steps of one process; the first by default
 RANKS = {
     "lora fsdp": ["strategy=fsdp"],
     "full zero2": ["strategy=zero2"],
@@ -56,9 +57,7 @@ RANKS = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(one, marks=() if one in list(RANKS)[:2] else pytest.mark.exhaustive) for one in RANKS]
-)
+@pytest.mark.parametrize("case", usual(RANKS, ["lora fsdp"]))
 def test_ranks_take_the_steps_of_one_process_and_a_resumed_run_ends_with_the_same_bits(
     world, tmp_path, metrics_of, case
 ):
@@ -72,18 +71,14 @@ def test_ranks_take_the_steps_of_one_process_and_a_resumed_run_ends_with_the_sam
         assert two == pytest.approx(one, rel=1e-9)
     events = (tmp_path / "two" / "events.jsonl").read_text()
     assert "peer_lost" not in events, "the run had to start again"
-    again = tmp_path / "again"
-    shutil.copytree(tmp_path / "two", again, symlinks=True)
-    for folder in (again / "final", *(again / "checkpoints").glob("step-[3456]")):
-        shutil.rmtree(folder)
+    again = as_after(tmp_path / "two", 2, tmp_path / "again")
     assert main([*ranks, f"run_dir={again}"]) == 0
     saved = sorted((tmp_path / "two" / "checkpoints" / "step-6").glob("*.safetensors"))
     assert len(saved) >= 2
     trained = set[str]()
     for file in saved:
         ours, truth = load_file(again / "checkpoints" / "step-6" / file.name), load_file(file)
-        assert ours.keys() == truth.keys()
-        assert all(torch.equal(ours[key], truth[key]) for key in truth)
+        require_equal(ours, truth)
         trained |= {name for name in truth if "visual" in name}
     assert {part_of(name) for name in trained} == {"vision_tower", "projector"}
 
@@ -112,7 +107,7 @@ def test_updates_in_the_backward_pass_are_those_of_a_step(world, tmp_path, metri
     assert pictured == pytest.approx([record["grad_norm"] for record in metrics_of(tmp_path / "one")], rel=1e-9)
 
 
-@pytest.mark.parametrize(("method", "level"), [("lora", "none"), ("full", "full")])
+@pytest.mark.parametrize(("method", "level"), usual([("lora", "none"), ("full", "full")], [("full", "full")]))
 def test_verify_compares_gradients_of_the_tower(world, tmp_path, monkeypatch, capfd, method, level):
     check = command(
         world, tmp_path, *BOTH, f"method={method}", f"recompute={level}", "--fp64", "--ranks=1", verb="verify"

@@ -12,24 +12,20 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from built_run import built_run
+from run_folders import as_after, require_equal, state_of
 from unit_store import write_units
 
-from flatout.checkpoint.write import Checkpoints
 from flatout.cli.main import main
 from flatout.data.add_column import add_column
 from flatout.data.token_store import TokenStore
 from flatout.errors import CheckpointError
 from flatout.models.blocks import hidden_states
 from flatout.models.packed import PackedBatch
-from flatout.parallel.rank import Rank
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
-from flatout.track.callback import Reporter
 from flatout.trainer.batch_loader import BatchLoader
-from flatout.trainer.build import build_run
-from flatout.trainer.planned_run import PlannedRun, open_and_plan
 from flatout.trainer.run import train
-from flatout.trainer.state import Setup, TrainingRun
+from flatout.trainer.state import TrainingRun
 
 SIZES = [2, 3, 1, 2, 4, 1, 2, 2, 1, 3, 2, 2]
 COLUMNS = ("weight", "ref_logprob", "margin")
@@ -41,12 +37,6 @@ def run_of(tiny: Any, root: Path, folder: Path, **sections: Any) -> Any:
         folder, model={"name": str(tiny.model_dir), "precision": "fp64"}, batch=batch,
         data={"name": "units", "root": str(root), "sources": []}, **sections,
     )  # fmt: skip
-
-
-def made(config: Any, folder: Path) -> tuple[TrainingRun, PlannedRun]:
-    planned = open_and_plan(config, Reporter(), Rank())
-    checkpoints = Checkpoints(folder, keep=1, on_event=lambda kind, facts: None)
-    return build_run(Setup(config, planned, checkpoints, Reporter(), Rank())), planned
 
 
 def value(logprobs: Any, samples: Any, weight: Any, reference: Any, units: Any, margin: Any) -> Any:
@@ -118,7 +108,8 @@ def test_any_cut_gives_what_units_give_one_by_one(tiny, tmp_path, share):
     config = run_of(
         tiny, tmp_path, tmp_path / "run", method="full", batch={"share_prefix": share, "samples_per_step": 12}
     )
-    run, planned = made(config, tmp_path)
+    run = built_run(config)
+    planned = run.planned
     step = planned.plan.step(0)
     assert bool(step.num_shared_tokens) == (share == "on")
     loss, expected = one_by_one(run, store, step)
@@ -150,7 +141,8 @@ def test_rows_and_resplit_keep_units_and_the_loss(tiny, tmp_path, share):
         tmp_path / "run",
         batch={"share_prefix": share, "layout": "rows" if share == "off" else "packed"},
     )
-    run, planned = made(config, tmp_path)
+    run = built_run(config)
+    planned = run.planned
     step = planned.plan.step(1)
     assert planned.plan.batch_layout.name == ("rows" if share == "off" else "packed")
     whole, expected = summed(run, store, step.by_rank)
@@ -159,10 +151,6 @@ def test_rows_and_resplit_keep_units_and_the_loss(tiny, tmp_path, share):
     got, gradient = summed(run, store, [cut])
     assert got == pytest.approx(whole, rel=1e-9)
     assert ((gradient - expected).norm() / expected.norm()).item() < 1e-6
-
-
-def saved(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "checkpoints/step-4/model.safetensors")
 
 
 def test_a_resumed_run_has_the_same_bits_and_other_units_are_refused(tiny, tmp_path, metrics_of):
@@ -178,14 +166,11 @@ def test_a_resumed_run_has_the_same_bits_and_other_units_are_refused(tiny, tmp_p
 
     def restart() -> None:
         shutil.rmtree(again.folder, ignore_errors=True)
-        shutil.copytree(config.folder, again.folder)
-        for folder in (again.folder / "final", *(again.folder / "checkpoints").glob("step-[34]")):
-            shutil.rmtree(folder)
+        as_after(config.folder, 2, again.folder)
         train(again)
 
     restart()
-    for name, tensor in saved(config.folder).items():
-        assert torch.equal(tensor, saved(again.folder)[name])
+    require_equal(state_of(config.folder, 4), state_of(again.folder, 4))
     # the same tokens as other units are other steps
     write_units(tmp_path, tiny.model_dir, [2, 3, 1, 2, 4, 1, 2, 2, 1, 3, 4])
     with pytest.raises(CheckpointError, match="the data differs from what the checkpoint was trained on"):
@@ -199,12 +184,11 @@ def test_a_column_that_no_loss_reads_changes_nothing(tiny, tmp_path):
     store = write_units(tmp_path, tiny.model_dir, [1] * 20, declares=False)
     config = run_of(tiny, tmp_path, tmp_path / "run", checkpoint={"every_steps": 1, "keep": 9})
     train(config)
-    whole = saved(config.folder)
-    for folder in (config.folder / "final", config.folder / "checkpoints/step-4"):
-        shutil.rmtree(folder)
+    whole = state_of(config.folder, 4)
+    as_after(config.folder, 3)
     add_column(store.folder, "later", np.ones(20, np.float32), per="sample", meaning="written after step 4")
     train(config)
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in saved(config.folder).items())
+    require_equal(state_of(config.folder, 4), whole)
 
 
 def test_units_as_typed(tiny, tmp_path, capsys):
@@ -241,8 +225,7 @@ def test_a_loss_that_needs_a_column_names_it_before_step_0(tiny, tmp_path, capsy
     assert main(["train", str(tmp_path / "run.yaml")]) == 0
     assert len(metrics_of(tmp_path / "run")) == 2
     # the column's content is part of the data: a run goes on with the same one only
-    for folder in (tmp_path / "run" / "final", tmp_path / "run" / "checkpoints" / "step-2"):
-        shutil.rmtree(folder)
+    as_after(tmp_path / "run", 1)
     add_column(store.folder, "ref_logprob", reference - 1, per="sample", meaning="by the reference")
     assert main(["train", str(tmp_path / "run.yaml")]) == 4
     assert "the data differs from what the checkpoint was trained on" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from flatout.parallel.rank import Rank
 from flatout.parallel.strategies.protocol import Single
 from flatout.planner.parallel_layout import SINGLE_RANK
 from flatout.trainer.run import train
+from tests.usual import usual
 
 TEXT = {
     "vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -29,19 +30,13 @@ VISION = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        ("qwen3", {}),
-        ("cohere", {"use_qk_norm": True}),
-        ("gpt_oss", {"num_local_experts": 4}),
-        ("gpt2", {}),
-        ("gpt_neox", {}),
-        ("olmo2", {}),
-        ("gemma2", {}),
-        ("phi", {}),
-    ],
-)
+SPARED: list[tuple[str, dict[str, Any]]] = [
+    ("cohere", {"use_qk_norm": True}), ("gpt_oss", {"num_local_experts": 4}), ("gpt2", {}), ("gemma2", {}),
+    ("qwen3", {}), ("gpt_neox", {}), ("olmo2", {}), ("phi", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "changes"), usual(SPARED, SPARED[:4]))
 def test_norms_and_biases_are_those_that_transformers_spares(kind, changes):
     shape = {**TEXT, **changes} if kind != "gpt2" else {"vocab_size": 512, "n_embd": 32, "n_layer": 2, "n_head": 4}
     with torch.device("meta"):
@@ -83,7 +78,7 @@ def run_on(seeing: Path, tiny: Any, run_dir: Path, *overrides: str, **sections: 
     return config
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("optimizer", usual(["adamw", "adamw8bit"], ["adamw"]))
 def test_full_training_on_text_leaves_a_vision_tower_alone(seeing, tiny, tmp_path, capsys, optimizer):
     config = run_on(seeing, tiny, tmp_path / "run", f"optim.name={optimizer}", method="full")
     assert "stay frozen: they are outside the decoder of texts" in " ".join(capsys.readouterr().out.split())
@@ -126,7 +121,10 @@ def indexed(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("optimizer", "update"), [("adamw", "step"), ("adamw8bit", "step"), ("adamw", "backward")])
+UPDATES = [("adamw8bit", "step"), ("adamw", "backward"), ("adamw", "step")]
+
+
+@pytest.mark.parametrize(("optimizer", "update"), usual(UPDATES, UPDATES[:1]))
 def test_what_no_gradient_reaches_stays_as_it_is(indexed, tiny, tmp_path, capsys, optimizer, update):
     settings = (f"optim.name={optimizer}", f"full.update={update}", "batch.micro_batch_tokens=2000")
     clipping = ("optim.max_grad_norm=null",) if update == "backward" else ()

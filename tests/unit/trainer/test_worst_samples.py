@@ -19,6 +19,7 @@ from flatout.data.token_store import TokenStore
 from flatout.errors import DataError
 from flatout.track.run_log import read_run
 from flatout.trainer.run import train
+from tests.usual import usual
 
 WRONG = "zq vx <b>jk</b> qz xv kj zz"
 
@@ -93,7 +94,7 @@ JUDGED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", JUDGED)
+@pytest.mark.parametrize("kind", usual(JUDGED, ["simpo", "kto", "classify"]))
 def test_pairs_and_labelled_answers_stand_there_with_their_losses(tiny, tmp_path, kind):
     given = dict(JUDGED[kind])
     objective: dict[str, Any] = {"kind": kind}
