@@ -18,6 +18,8 @@ from faulty_disk import BROKEN_DISK, FULL_DISK, Death, FaultyDisk, QuickDisk, sa
 from flatout.checkpoint.write import Checkpoints, Snapshot
 from flatout.errors import CheckpointError, ResourceError
 from flatout.io.durable_io import Disk, DurableIO
+from flatout.trainer.state import StopRequest
+from tests.usual import usual
 
 
 def checkpoints(run_dir: Path, disk: Disk, *, keep: int = 1) -> Checkpoints:
@@ -68,7 +70,7 @@ SCENES = {
 }
 
 
-@pytest.fixture(params=list(SCENES))
+@pytest.fixture(params=usual(SCENES, ["same step again", "debris and best"]))
 def scene(request):
     return SCENES[request.param]
 
@@ -126,7 +128,7 @@ def test_death_at_every_operation(scene, quick_path):
             require_old_or_new(scene, run_dir)
 
 
-@pytest.mark.parametrize("names_survive", [False, True])
+@pytest.mark.parametrize("names_survive", usual([False, True], [False]))
 def test_power_cut_at_every_operation(scene, quick_path, names_survive):
     folders = fresh_folders(scene, quick_path)
     num_operations = len(operations(scene, next(folders)))
@@ -189,8 +191,6 @@ class SignallingDisk(FaultyDisk):
 
 def test_a_stop_signal_during_a_save_lets_it_finish(tmp_path):
     """At any of its operations."""
-    from flatout.trainer.state import StopRequest
-
     for at in itertools.count():
         run_dir = tmp_path / str(at)
         run_dir.mkdir()

@@ -26,11 +26,12 @@ from flatout.optim.torch_optimizers import FlatAdamW
 from flatout.track.callback import Reporter
 from flatout.trainer import build
 from flatout.trainer.run import train
+from tests.usual import usual
 
 CPU = torch.device("cpu")
 LATE_CYCLES = 10**9
 NUM_STEPS = 5
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+gpu = pytest.mark.gpu
 DEVICES = ["cpu", pytest.param("cuda", marks=gpu)]
 
 # every way in which weights change
@@ -152,7 +153,6 @@ def test_what_is_saved_is_the_state_of_the_call(tmp_path, name):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("case", ["update late", "copy late", "copy late, tensors freed"])
 def test_the_copy_lies_between_two_updates_and_the_host_does_not_wait(tmp_path, case):
     device = torch.device("cuda", 0)
@@ -249,7 +249,7 @@ def fused(named: Any, config: Any, **_: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", usual(RUNS, ["lora", "lora ahead", "full backward", "8 bits ahead"]))
 def test_every_update_waits_for_the_copy(config_of, monkeypatch, name, device):
     beside = config_of(asynchronous=True)
     seen = train_beside(beside, monkeypatch)

@@ -7,6 +7,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from tiny_models import save_tiny_model
+from usual import usual
 
 from flatout.config.folders import run_identity
 from flatout.config.schema import ModelConfig
@@ -33,20 +34,20 @@ def edit_config(folder, **fields):
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"auto_map": {"AutoModelForCausalLM": "evil.Model"}},
-        {"_attn_implementation_internal": "evil/kernel"},
-        {"attn_implementation": "kernels-community/evil"},
-        {"text_config": {"trust_remote_code": True}},
-        {"layers": [{"inner": {"auto_map": {"AutoConfig": "x.Y"}}}]},
-        {"use_kernels": True},
-        {"attn_implementation": {"": "evil/kernel"}},
-        {"attn_implementation": {"text_config": {"": "evil/kernel:f"}}},
-        {"experts_implementation": ["evil/kernel"]},
-    ],
-)
+CODE = [
+    {"auto_map": {"AutoModelForCausalLM": "evil.Model"}},
+    {"attn_implementation": "kernels-community/evil"},
+    {"layers": [{"inner": {"auto_map": {"AutoConfig": "x.Y"}}}]},
+    {"attn_implementation": {"text_config": {"": "evil/kernel:f"}}},
+    {"_attn_implementation_internal": "evil/kernel"},
+    {"text_config": {"trust_remote_code": True}},
+    {"use_kernels": True},
+    {"attn_implementation": {"": "evil/kernel"}},
+    {"experts_implementation": ["evil/kernel"]},
+]
+
+
+@pytest.mark.parametrize("fields", usual(CODE, CODE[:4]))
 def test_code_in_the_config_is_refused_at_any_depth(folder, fields):
     edit_config(folder, **fields)
     with pytest.raises(SecurityError, match=r"config\.json.*run code"):

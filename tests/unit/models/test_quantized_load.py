@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import save_tiny_model, tiny_model
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from usual import every, usual
 
 from flatout.config.schema import BaseConfig, ModelConfig
 from flatout.errors import CheckpointError, UsageError
@@ -86,9 +87,10 @@ def recorder():
     return CountingLayer
 
 
-@pytest.mark.parametrize(
-    ("family", "shards"), [("llama", "60KB"), ("qwen3", "5GB"), ("gemma2", "5GB"), ("qwen3_moe", "5GB")]
-)
+SHARDS = [("llama", "60KB"), ("qwen3_moe", "5GB"), ("qwen3", "5GB"), ("gemma2", "5GB")]
+
+
+@pytest.mark.parametrize(("family", "shards"), usual(SHARDS, SHARDS[:2]))
 def test_equals_the_dequantized_model(tmp_path, family, shards):
     model = tiny_model(family, torch.float32, hidden_size=64)
     model.save_pretrained(tmp_path, max_shard_size=shards)
@@ -130,7 +132,6 @@ def test_one_dense_weight_at_a_time(tmp_path, recorder):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("storage", ["nf4", "fp8"])
 @pytest.mark.parametrize("init", ["pretrained", "random"])
 def test_gpu_never_holds_the_dense_model(tmp_path, init, storage):
@@ -159,7 +160,7 @@ def test_random_weights_are_made_layer_by_layer(recorder):
     assert recorder.most == 7
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_neox", "qwen3_moe"])
+@pytest.mark.parametrize("family", usual(["llama", "gemma3_text", "gpt_neox", "qwen3_moe"], ["gpt_neox", "qwen3_moe"]))
 def test_random_weights_depend_on_the_seed_alone(tmp_path, family):
     save_tiny_model(tmp_path, family)
     before = torch.get_rng_state()
@@ -220,10 +221,14 @@ def write_dequantizable(folder, family, method):
     return dense
 
 
-@pytest.mark.parametrize(
-    ("family", "method"), [("gpt_oss", "mxfp4"), ("qwen3", "fp8"), ("qwen3_moe", "fp8")], ids=lambda value: value
-)
-@pytest.mark.parametrize(("training", "on_host"), [("full", False), ("lora", False), ("lora", True)])
+READ = [
+    (*files, *training)
+    for training in (("lora", False), ("full", False), ("lora", True))
+    for files in (("gpt_oss", "mxfp4"), ("qwen3_moe", "fp8"), ("qwen3", "fp8"))
+]
+
+
+@pytest.mark.parametrize(("family", "method", "training", "on_host"), every(4, READ))
 def test_quantized_files_are_read_as_the_weights_they_stand_for(tmp_path, family, method, training, on_host):
     dense = write_dequantizable(tmp_path, family, method)
     config = ModelConfig(name=str(tmp_path), precision="fp32")
@@ -286,8 +291,14 @@ def write_nf4(folder, model, *, skip=(), config=None, state=None, change=None):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("skip", [(), ("o_proj", "0.mlp.up_proj")])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3_text"])
+WRITTEN = [
+    (family, skip)
+    for family in ("llama", "qwen2", "qwen3", "gemma3_text")
+    for skip in ((), ("o_proj", "0.mlp.up_proj"))
+]
+
+
+@pytest.mark.parametrize(("family", "skip"), every(3, WRITTEN))
 def test_bitsandbytes_files_are_read_as_they_are(tmp_path, family, skip):
     model = tiny_model(family, torch.float32, hidden_size=64)
     write_nf4(tmp_path, model, skip=skip)
@@ -338,16 +349,16 @@ def test_bitsandbytes_files_need_nf4_storage(tmp_path):
         load_for_inference(str(tmp_path), device=CPU)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type: fp4"),
-        ({"bnb_4bit_use_double_quant": False}, "bnb_4bit_use_double_quant: False"),
-        ({"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage: bfloat16"),
-        ({"load_in_4bit": False, "load_in_8bit": True}, "int8"),
-        ({"quant_method": "gptq", "bits": 4}, "gptq"),
-    ],
-)
+OTHERS = [
+    ({"bnb_4bit_use_double_quant": False}, "bnb_4bit_use_double_quant: False"),
+    ({"quant_method": "gptq", "bits": 4}, "gptq"),
+    ({"bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type: fp4"),
+    ({"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage: bfloat16"),
+    ({"load_in_4bit": False, "load_in_8bit": True}, "int8"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), usual(OTHERS, OTHERS[:2]))
 def test_other_quantizers_are_refused_by_name(tmp_path, config, message):
     write_nf4(tmp_path, tiny_model("llama", torch.float32), config=config)
     with pytest.raises(UsageError, match=message):

@@ -85,7 +85,6 @@ def test_quantized_weights_wait_as_well(tmp_path, init, storage):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("init", ["pretrained", "random"])
 def test_a_gpu_holds_one_layer_while_the_others_wait(tmp_path, init):
     shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 24, "head_dim": 128}

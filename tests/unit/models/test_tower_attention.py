@@ -11,13 +11,12 @@ import torch
 from picture_families import FAMILIES
 from picture_world import draw, make_picture_model
 from plain_pictures import plain_processor
+from usual import usual
 
 from flatout.kernels.attention.tower import TOWER, register_tower
 
 OF_BOUNDARIES = ("qwen2_5_vl", "qwen3_vl", "glm4v", "paddleocr_vl")
-GPU = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
-)
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
 def features(model: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -26,7 +25,7 @@ def features(model: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
-@pytest.mark.parametrize("family", OF_BOUNDARIES)
+@pytest.mark.parametrize("family", usual(OF_BOUNDARIES, ["qwen2_5_vl", "glm4v"]))
 def test_all_pictures_at_once_equal_one_after_another(tmp_path, family, device):
     from PIL import Image
     from transformers import AutoModelForImageTextToText

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from usual import usual
 
 import flatout.optim.adamw_8bit as lean
 from flatout.checkpoint.optimizer_state import load_optimizer_state, optimizer_state
@@ -199,7 +200,7 @@ def test_updates_held_back_change_nothing_and_leave_no_trace(name, dtype):
     assert all(torch.equal(named[key], spared[key]) for key in named)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("name", usual(["adamw", "adamw8bit"], ["adamw8bit"]))
 def test_one_graph_serves_all_shapes_and_slices(name, monkeypatch):
     counter = CompileCounter()
     which = "_update_8bit" if name == "adamw8bit" else "_update_plain"
