@@ -99,21 +99,21 @@ def test_a_repository_is_replaced_only_when_asked(run_dir, hub, capsys):
     assert "adapter_model.safetensors" in hub.repos["someone/empty"].files
 
 
-@pytest.mark.parametrize(
-    ("repo", "token", "fails", "code", "said"),
-    [
-        ("mine", None, {}, 2, "set HF_TOKEN"),
-        ("mine", "hf_wrong_token_of_a_user", {}, 2, "does not accept the token (401)"),
-        ("mine", READ_TOKEN, {}, 2, "may not write to someone/mine (403)"),
-        ("other-org/mine", TOKEN, {}, 2, "may not write to other-org/mine (403)"),
-        ("not a name", TOKEN, {}, 2, "'not a name' is not the name of a repository"),
-        ("a/b/c", TOKEN, {}, 2, "is not the name of a repository"),
-        ("mine", TOKEN, {"/api/whoami": 503}, 6, "answers with an error (503)"),
-        ("mine", TOKEN, {"/commit/": 412}, 2, "refuses to take someone/mine (412)"),
-        ("mine", TOKEN, {"/lfs/": 403}, 2, "(403)"),
-        ("mine", TOKEN, {"gone": 0}, 6, "cannot be reached"),
-    ],
-)
+FAILURES: list[tuple[str, str | None, dict[str, int], int, str]] = [
+    ("mine", None, {}, 2, "set HF_TOKEN"),
+    ("mine", "hf_wrong_token_of_a_user", {}, 2, "does not accept the token (401)"),
+    ("mine", TOKEN, {"/api/whoami": 503}, 6, "answers with an error (503)"),
+    ("not a name", TOKEN, {}, 2, "'not a name' is not the name of a repository"),
+    ("mine", TOKEN, {"gone": 0}, 6, "cannot be reached"),
+    ("mine", TOKEN, {"/commit/": 412}, 2, "refuses to take someone/mine (412)"),
+    ("mine", READ_TOKEN, {}, 2, "may not write to someone/mine (403)"),
+    ("other-org/mine", TOKEN, {}, 2, "may not write to other-org/mine (403)"),
+    ("a/b/c", TOKEN, {}, 2, "is not the name of a repository"),
+    ("mine", TOKEN, {"/lfs/": 403}, 2, "(403)"),
+]
+
+
+@pytest.mark.parametrize(("repo", "token", "fails", "code", "said"), usual(FAILURES, FAILURES[:7]))
 def test_failures_are_one_sentence_without_the_token(
     run_dir, hub, repo, token, fails, code, said,
     monkeypatch, capsys,
@@ -149,10 +149,10 @@ def test_a_hub_that_answers_something_else_is_one_sentence(run_dir, hub, path, c
     assert main(["push", str(run_dir), "mine", "--base", "someone/base", "--replace"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("path", "asked_s", "committed_s"),
-    [("/api/whoami", 1.0, 600.0), ("/repos/create", 1.0, 600.0), ("/commit/", 15, 1.0)],
-)
+SILENT = [("/api/whoami", 1.0, 600.0), ("/commit/", 15, 1.0), ("/repos/create", 1.0, 600.0)]
+
+
+@pytest.mark.parametrize(("path", "asked_s", "committed_s"), usual(SILENT, SILENT[:2]))
 def test_a_hub_that_goes_silent_is_told_and_bounded(
     run_dir, hub, path, asked_s, committed_s, capsys,
     monkeypatch,

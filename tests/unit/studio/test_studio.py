@@ -49,11 +49,19 @@ def workspace(tiny, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def client(workspace):
+def models(workspace, tmp_path_factory):
+    """A folder outside the workspace whose models studio may read."""
+    folder = tmp_path_factory.mktemp("models")
+    shutil.copytree(workspace / "tiny-model", folder / "other")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def client(workspace, models):
     """A browser with the cookie; its requests come from a page of studio, whose workers serve all tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        with open_studio(workspace) as client:
+        with open_studio(workspace, (models,)) as client:
             yield client
 
 
@@ -399,26 +407,22 @@ def test_a_chat_beside_a_training_says_so_or_is_refused(client, workspace, monke
     shutil.rmtree(workspace / "runs")
 
 
-def test_models_outside_are_read_where_the_person_who_started_studio_allows_it(workspace, tmp_path):
-    shutil.copytree(workspace / "tiny-model", tmp_path / "models" / "other")
-    name = str(tmp_path / "models" / "other")
-    guard = make_app(workspace, TOKEN, PORT, print, [tmp_path / "models"])
-    with testclient.TestClient(guard, ADDRESS, headers={"origin": ADDRESS}) as client:
-        client.get("/", params={"token": TOKEN})
-        assert name in client.get("/plan").text
-        body = {"run": name, "turns": [], "prompt": "Hi", "system": "Be brief.", "max_new_tokens": 1, "temperature": 0}
-        *_, last = lines_of(client.post("/api/chat", json=body))
-        assert last["result"].keys() == {"run"}
-        # read as a model, and as nothing else
-        for override in (f"run_dir={name}/run", f"data.root={name}", f"eval.prompts={name}/config.json"):
-            answer = client.post("/api/plan", json={"settings": SETTINGS, "overrides": ["eval.fraction=0.1", override]})
-            assert "outside the workspace" in refusal(answer, 403)
-        assert "outside" in refusal(client.post("/api/delete", json={"folder": name}), 403)
-    config = Workspace(workspace, [tmp_path / "models"]).config({**SETTINGS, "model.name": name})
+def test_models_outside_are_read_where_the_person_who_started_studio_allows_it(client, workspace, models):
+    name = str(models / "other")
+    assert name in client.get("/plan").text
+    body = {"run": name, "turns": [], "prompt": "Hi", "system": "Be brief.", "max_new_tokens": 1, "temperature": 0}
+    *_, last = lines_of(client.post("/api/chat", json=body))
+    assert last["result"].keys() == {"run"}
+    # read as a model, and as nothing else
+    for override in (f"run_dir={name}/run", f"data.root={name}", f"eval.prompts={name}/config.json"):
+        answer = client.post("/api/plan", json={"settings": SETTINGS, "overrides": ["eval.fraction=0.1", override]})
+        assert "outside the workspace" in refusal(answer, 403)
+    assert "outside" in refusal(client.post("/api/delete", json={"folder": name}), 403)
+    config = Workspace(workspace, [models]).config({**SETTINGS, "model.name": name})
     assert config.model.name == name
     with pytest.raises(SecurityError, match="outside the workspace"):
         Workspace(workspace).config({**SETTINGS, "model.name": name})
-    assert main(["studio", "--models", str(tmp_path / "nowhere")]) == 2
+    assert main(["studio", "--models", str(models / "nowhere")]) == 2
 
 
 def test_a_runs_settings_start_another(client, workspace):

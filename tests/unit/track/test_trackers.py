@@ -31,6 +31,7 @@ from flatout.track.record import StepRecord
 from flatout.track.tracker import Tracker
 from flatout.track.trackers import TRACKERS, require_installed
 from tests.unit.track.service import Service
+from tests.usual import usual
 
 CANARY = "canary-9f2c77e1"
 
@@ -212,7 +213,7 @@ def test_when_training_is_killed_the_rest_is_sent_and_no_process_stays(tiny, tmp
     assert len(service.of_kind("init")) == 1
 
 
-@pytest.mark.parametrize("mode", ["take", 500])
+@pytest.mark.parametrize("mode", usual(["take", 500], ["take"]))
 def test_a_client_that_hangs_at_exit_does_not_keep_the_command(tiny, tmp_path, service, mode):
     train(tiny, tmp_path / "run", 2, to=[])
     service.mode = mode
