@@ -85,6 +85,11 @@ def verify(
     limit of the exact rows. `on_row` gets each row when it is ready. Raises ResourceError for more ranks than GPUs, and
     what loading the model or the data raises. A row above its limit raises nothing here.
     """
+    if config.rollout.rounds is not None:
+        raise UsageError(
+            "rollout.rounds: a run of rounds has no step to verify before it samples; verify its loss on a data set of "
+            "format: rollouts, or take a step of the finished run again: flatout replay RUN --step N"
+        )
     device = choose_device(config.wanted_device, Rank())
     if device.type == "cuda" and num_ranks > (num_gpus := torch.cuda.device_count()):
         raise ResourceError(f"--ranks is {num_ranks}, but there is {counted(num_gpus, 'visible GPU')}; use fewer")

@@ -195,6 +195,16 @@ def test_a_step_is_replayed_to_the_bit_and_a_difference_is_named(ran, tmp_path, 
     assert main(["replay", str(run), "--step", "9"]) == 2
 
 
+def test_a_run_that_has_not_sampled_has_no_step_to_verify(world, capsys):
+    """`format: rollouts` is verified in test_policy.py."""
+    from flatout.cli.main import main
+
+    file = world.root / "verified.yaml"
+    file.write_text(dump_config(world("verified")))
+    assert main(["verify", str(file)]) == 2
+    assert "flatout replay" in capsys.readouterr().err
+
+
 def test_rounds_and_their_answers_are_listed(ran, capsys):
     from flatout.cli.main import main
 
