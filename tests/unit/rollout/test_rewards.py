@@ -49,7 +49,7 @@ HOSTILE = {
     "hangs": "import time; time.sleep(1000)",
     "loops": "while True: pass",
     "hangs_in_c": "import re; return re.match('(a+)+$', 'a' * 60 + 'b')",
-    "closes_everything": "import os; os.closerange(3, 100); return 1",
+    "closes_everything": "os.closerange(3, max(own_fds()) + 1); return 1",
     "writes_everywhere": "write_everywhere(b'{}]'); return 1",
     "writes_lines_of_json": "write_everywhere(b'[[2.0]]\\n'); return 1",
     "reads_input": "return float(input())",
@@ -62,8 +62,9 @@ class Unprintable(Exception):
     def __str__(self): raise RuntimeError
 class Odd:
     def __float__(self): raise TypeError("odd")
+def own_fds(): return [fd for fd in map(int, os.listdir("/proc/self/fd")) if fd > 2]
 def write_everywhere(content):
-    for fd in range(3, 20):
+    for fd in own_fds():
         try: os.write(fd, content)
         except OSError: pass
 print("this is no protocol", flush=True)
@@ -433,6 +434,5 @@ def test_two_rewards_have_two_names():
     assert [reward.title for reward in configs("a.py:same", "exact", {"path": "b.py:same", "name": "other"})] == [
         "same", "exact", "other",
     ]  # fmt: skip
-    for wrong in ([], ["a.py:same", "b.py:same"]):
-        with pytest.raises(ValidationError):
-            configs(*wrong)
+    with pytest.raises(ValidationError, match="two rewards have the name same"):
+        configs("a.py:same", "b.py:same")
