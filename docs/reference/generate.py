@@ -16,8 +16,9 @@ from flatout.cli.parser import Parser
 from flatout.cli.verbs import all_verbs
 from flatout.config.data import SourceConfig
 from flatout.config.describe import ADVANCED, Setting, describe_setting
+from flatout.config.rewards import RewardConfig
 from flatout.config.schema import Config
-from flatout.track.record import EVAL, EVAL_OF_DATA, STEP
+from flatout.track.record import EVAL, EVAL_OF_DATA, HELD_OUT, ROUND, STEP
 
 PYTHON = {
     "flatout": ["train", "load", "plan", "verify", "build_data"],
@@ -39,8 +40,9 @@ def settings() -> Iterator[str]:
         "[at the end](#advanced-settings), as `flatout init --advanced` writes them.\n"
     )
     yield from _section(Config, "")
-    yield "\n## data.sources\n\n" + " ".join(str(SourceConfig.__doc__).split()) + "\n"
-    yield from _table("data.sources.", SourceConfig.model_fields, shown="")
+    for name, kind in {"data.sources": SourceConfig, "rollout.rewards": RewardConfig}.items():
+        yield f"\n## {name}\n\n" + " ".join(str(kind.__doc__).split()) + "\n"
+        yield from _table(f"{name}.", kind.model_fields, shown="")
     yield "\n## Advanced settings\n\n| setting | default | allowed | | why it exists |\n|---|---|---|---|---|"
     for name, why in ADVANCED.items():
         yield _row(describe_setting(name), name, why)
@@ -96,14 +98,15 @@ def metrics() -> Iterator[str]:
     yield (
         "# Metrics\n\nEvery figure of `metrics.jsonl`, from the table in `flatout/track/record.py`. A line of kind "
         "`step` is one optimizer step over all ranks, a line of kind `eval` one evaluation. `metrics` in both has the "
-        "figures that [an objective](../objectives.md) names.\n\n"
+        "figures that [an objective](../objectives.md) names. In a run of rounds, a line of kind `round` is one round, "
+        "a line of kind `held_out` the answers to held-out prompts; `metrics` has the mean of each reward.\n\n"
         "* **ranks**: how the ranks' values become one; same: all ranks have this value; mean of busy: of ranks that "
         "had a pass\n"
         "* **steps**: how the steps since the last record become one (`log_every_steps`): the last one's value, the "
         "mean per step, the sum per second, or the sum\n"
         "* **better**: which of two runs a comparison marks"
     )
-    kinds = {"step": STEP, "eval": EVAL, "eval: by_data": EVAL_OF_DATA}
+    kinds = {"step": STEP, "eval": EVAL, "eval: by_data": EVAL_OF_DATA, "round": ROUND, "held_out": HELD_OUT}
     for kind, table in kinds.items():
         yield f"\n## {kind}\n\n| name | unit | ranks | steps | better | chart | |\n|---|---|---|---|---|---|---|"
         for name, row in table.items():

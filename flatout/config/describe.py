@@ -30,13 +30,16 @@ FIRST_SETTINGS = (
     "optim.lr", "schedule.kind", "eval.fraction", "checkpoint.every_steps",
 )  # fmt: skip
 
+PATHS: Mapping[str, str] = {"data.sources": "rows.jsonl", "rollout.rewards": "rewards.py:correct"}
+"""Settings that are a list of sections, each with what the path of an item may be."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
     """A setting or a section, as a form, a file or an error shows it."""
 
     name: str
-    """Dotted, such as lora.rank; data.sources.path is that of each source."""
+    """Dotted, such as lora.rank; data.sources.path is that of each source, as with all PATHS."""
     field: FieldInfo
     section: type[BaseModel]
     """The class that has the field."""
@@ -135,8 +138,10 @@ def allowed_values(schema: Mapping[str, Any]) -> str:
         return "one of " + ", ".join(map(str, schema["enum"]))
     kind = str(schema.get("type", ""))
     if kind == "array":
-        items = allowed_values(schema["items"]).removeprefix("one of ") + " "
-        return f"list of {items if 'enum' in schema['items'] else items.replace(' ', 's ', 1)}".strip()
+        items = allowed_values(schema["items"]).removeprefix("one of ")
+        if "enum" not in schema["items"]:
+            items = ", or ".join(f"{part} ".replace(" ", "s ", 1).strip() for part in items.split(", or "))
+        return f"list of {items}"
     if kind == "object":
         values = schema.get("additionalProperties")
         return f"mapping of text to {allowed_values(values) if isinstance(values, dict) else 'values'}"
@@ -220,12 +225,15 @@ def _setting(setting: Setting, value: Any, shown: Collection[str]) -> Iterator[s
     # the facts are on a line of their own if they do not fit behind the help
     separator = " " if len(text) + len(facts) + 3 <= WIDTH - len(INDENT) * depth - 1 else "\n"
     yield from _comment(f"{text}{separator}[{facts}]", depth)
-    if setting.name == "data.sources":
-        # a source's settings are not in the file while the list is empty
-        lines = ["Write a source as `- path: rows.jsonl`, with any of these below it:"]
+    if (path := PATHS.get(setting.name)) is not None:
+        # the settings of an item are not in the file while the list is empty
+        lines, prefix = (
+            [f"Write a {setting.name[:-1].rpartition('.')[2]} as `- path: {path}`, with any of these below it:"],
+            f"{setting.name}.",
+        )
         for name, one in settings().items():
-            if name.startswith("data.sources.") and name in shown:
-                lines.append(f"  {name.removeprefix('data.sources.')}: {one.help} [{one.facts()}]")
+            if name.startswith(prefix) and name in shown:
+                lines.append(f"  {name.removeprefix(prefix)}: {one.help} [{one.facts()}]")
         yield from _comment("\n".join(lines), depth)
     key = f"{INDENT * depth}{setting.name.rpartition('.')[2]}:"
     if isinstance(value, list) and value and isinstance(value[0], dict):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import flatout
-from flatout.config.describe import dotted_names
+from flatout.config.describe import PATHS, dotted_names
 from flatout.config.schema import Config
 from flatout.config.table import RESUME_EFFECTS
 
@@ -18,6 +18,7 @@ SOURCE = Path(flatout.__file__).parent
 CALLED = {
     "data": ("settings",),
     "data.sources": ("source",),
+    "rollout.rewards": ("parameters",),
     "objective.reference": ("reference",),
     "eval": ("eval_config",),
     "": ("self",),
@@ -34,21 +35,26 @@ THROUGH = {
     "lora.alpha_pattern": "of_layer",
     "data.new_tokens": "added_tokens",
     "data.new_special_tokens": "added_tokens",
+    "rollout.rewards.name": "title",
 }
 # read by a name that is chosen as the program runs
-BY_NAME = ("faults.stall_s", "faults.long_phase_s", "data.empty_reasoning", "data.end_of_turn", "data.lost_reasoning")
+BY_NAME = (
+    "faults.stall_s", "faults.long_phase_s", "data.empty_reasoning", "data.end_of_turn", "data.lost_reasoning",
+    "rollout.rewards.memory_gb", "rollout.rewards.json_schema",
+)  # fmt: skip
 
 
 def settings() -> list[str]:
-    """Every setting that has a value of its own, by its dotted name; those of a source among them."""
+    """Every setting that has a value of its own, by its dotted name; those of a source or reward among them."""
     names = list(dotted_names())
-    return [
-        name for name in names if not any(other.startswith(f"{name}.") for other in names) or name == "data.sources"
-    ]
+    return [name for name in names if name in PATHS or not any(other.startswith(f"{name}.") for other in names)]
 
 
 def all_reads() -> Iterator[tuple[str, str]]:
-    """(owner, attribute) of every attribute that code outside of flatout/config reads, and ("", text) of its texts."""
+    """(owner, attribute) of every attribute that code outside of flatout/config reads, and ("", text) of its texts.
+
+    ("parameters", name) is a setting that a ready reward takes as a parameter of its own.
+    """
     for file in SOURCE.rglob("*.py"):
         if file.parent == SOURCE / "config":
             continue
@@ -61,6 +67,8 @@ def all_reads() -> Iterator[tuple[str, str]]:
                 yield name.lstrip("_"), node.attr
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield "", node.value
+            elif isinstance(node, ast.FunctionDef) and file.name == "ready.py":
+                yield from (("parameters", each.arg) for each in node.args.kwonlyargs)
 
 
 @cache
@@ -91,7 +99,7 @@ def test_a_setting_that_nothing_reads_is_found():
 
 
 def test_every_setting_has_an_effect_on_a_resumed_run():
-    assert set(RESUME_EFFECTS) == {name for name in settings() if not name.startswith("data.sources.")}
+    assert set(RESUME_EFFECTS) == {name for name in settings() if name.rpartition(".")[0] not in PATHS}
 
 
 def test_every_setting_changes_the_resolved_settings():
