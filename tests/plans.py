@@ -14,10 +14,10 @@ from flatout.planner.steps.training_plan import TrainingPlan, select_samples
 def make_plan(
     lengths: Any, num_label_tokens: Any, batch: BatchConfig, *, micro_batch_tokens: int, seed: int, num_ranks: int,
     cost: CostModel = COST_BY_TOKENS, sample_ids: Any = None, row_keys: Any = None, unit_offsets: Any = None,
-    **layout: Any,
+    parts_units: bool = False, **layout: Any,
 ) -> TrainingPlan:  # fmt: skip
     own = BatchLayout(num_ranks, micro_batch_tokens, cost, **layout)
-    samples = select_samples(lengths, num_label_tokens, sample_ids, own, unit_offsets)
+    samples = select_samples(lengths, num_label_tokens, sample_ids, own, unit_offsets, parts_units=parts_units)
     return training_plan.make_plan(samples, own, batch, seed, row_keys)
 
 
