@@ -43,6 +43,9 @@ SCORED = (
     "tests/unit/trainer/test_reward.py::test_reward_and_its_gradients_are_those_of_transformers_and_peft[full-packed]"
 )
 STEP_0 = f"{REFERENCE}::test_step_0_is_its_reference_to_the_bit[lora]"
+ROUNDS = "tests/unit/trainer/test_rounds.py"
+A_ROUND = f"{ROUNDS}::test_a_round_is_what_plain_transformers_and_numpy_say"
+ROUND_STORE = "tests/unit/rollout/test_collect.py::test_the_store_of_a_round_has_what_is_trained"
 COLUMNS = "tests/unit/trainer/test_batch_columns.py"
 PREFERENCE = "tests/unit/data/test_pair_rows.py"
 RENDERED = f"{PREFERENCE}::test_a_row_becomes_what_a_plain_rendering_gives"
@@ -279,6 +282,27 @@ BUGS = (
         f"{LOSSES}[gspo-packed, shared]"),
     Bug("certainty loses digits", "_plain_terms", "others.log1p().where(X, Y)", "Y",
         "tests/parity/test_head_tiled.py::test_near_certainty"),
+    Bug("each round draws the same numbers", "round_answers.py:_sample",
+        "[index * rounds.prompts + place for place, _ in mine]",
+        "[place for place, _ in mine]", f"{ROUNDS}::test_a_round_without_a_signal_changes_nothing_and_is_counted"),
+    Bug("draws by a rank's own numbers", "round_answers.py:_sample",
+        "[index * rounds.prompts + place for place, _ in mine]",
+        "[index * rounds.prompts + at for at in range(len(mine))]",
+        f"{ROUNDS}::test_two_ranks_sample_and_learn_what_one_does"),
+    Bug("rewards of another answer of the group", "round_answers.py:_score", "scores.values[own].tolist()",
+        "scores.values[own][::-1].tolist()", A_ROUND),
+    Bug("totals of another answer of the group", "round_answers.py:_score", "scores.total[own].tolist()",
+        "scores.total[own][::-1].tolist()", A_ROUND),
+    Bug("groups in the order in which they ended", "collect_round.write", "sorted(journal.groups().items())",
+        "journal.groups().items()", f"{ROUNDS}::test_two_ranks_sample_and_learn_what_one_does"),
+    Bug("end of an answer without a label", "write_round", "np.ones(sum(counts))",
+        "np.concatenate([np.arange(count) < count - 1 for count in counts])", ROUND_STORE),
+    Bug("prompts of a round carry loss", "write_round", "_after(prompt, np.ones(sum(counts)), counts)",
+        "np.ones(sum(counts) + len(prompt) * len(counts))", ROUND_STORE),
+    Bug("a round's dropped groups not counted", "write_round", "advantages.count", "1.0", ROUND_STORE),
+    Bug("temperature forgotten in sampling", "round_answers.py:_params", "rollout.temperature", "1.0", A_ROUND),
+    Bug("temperature of a round forgotten in the loss", "Policy.for_rounds",
+        "{'temperature': temperature, 'longest': X}", "{'temperature': 1.0, 'longest': X}", A_ROUND),
     Bug("two roundings of fused layers", "_block_in_turn", "out.addmm_(part, X)", "out.add_(part @ X)", ONE_ROUNDING),
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""A unit is planned whole, unless its loss does not need that: whatever the data, the layout, the ranks, the budget, and the memory of a pass."""
+"""A unit is planned whole, whatever the data, layout, ranks, budget and memory, unless its loss does not need that."""
 
 from __future__ import annotations
 

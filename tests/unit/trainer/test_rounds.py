@@ -220,13 +220,22 @@ def test_rounds_and_their_answers_are_listed(ran, capsys):
 
 
 def test_a_round_without_a_signal_changes_nothing_and_is_counted(world, tiny):
-    file = world.root / "same.py"
+    """The only prompt is answered twice in each of two rounds by the same weights, by draws of its own each time."""
+    file, rows = world.root / "same.py", world.root / "one.jsonl"
     file.write_text("def same(answer, row):\n    return 1.0\n")
-    train(world("same", rollout={"rewards": [f"{file}:same"]}, eval={"fraction": 0.0, "every_steps": None}))
+    rows.write_text('{"prompt": "Count up"}\n')
+    config = world(
+        "same", rollout={"rewards": [f"{file}:same"], "prompts": 2}, data={"sources": [{"path": str(rows)}]},
+        eval={"fraction": 0.0, "every_steps": None},
+    )  # fmt: skip
+    train(config)
     log = load(world.root / "same").log
     assert [record.no_signal_share for record in log.rounds] == [1.0, 1.0]
     assert [record.num_trained for record in log.rounds] == [0, 0]
     assert sum(event["kind"] == "skipped" for event in log.events) == 4
+    answers = [sorted(one.answer for one in record.shown) for record in log.rounds]
+    assert [len(each) for each in answers] == [6, 6]
+    assert answers[0] != answers[1]
     before = load_file(tiny.model_dir / "model.safetensors")
     assert all(torch.equal(value, final(world.root / "same")[name]) for name, value in before.items())
 
