@@ -150,7 +150,9 @@ class UnitPrefixes:
         ids, members = np.asarray(sample_ids, dtype=np.int64), dict[int, list[int]]()
         for index, unit in enumerate(self.numbers[ids].tolist()):
             members.setdefault(unit, []).append(index)
-        groups = [PrefixGroup(int(self.tokens[unit]), group) for unit, group in members.items() if self.tokens[unit]]
+        # of a unit that is parted, one sample may be alone here
+        several = {unit: group for unit, group in members.items() if self.tokens[unit] and len(group) > 1}
+        groups = [PrefixGroup(int(self.tokens[unit]), group) for unit, group in several.items()]
         single = [group[0] for group in members.values() if len(group) == 1]
         shared = [] if self.index is None else self.index.groups(ids[single].tolist())
         return groups + [PrefixGroup(tokens, [single[index] for index in group]) for tokens, group in shared]

@@ -56,7 +56,7 @@ def test_the_store_of_a_round_has_what_is_trained(tiny, tmp_path):
     advantages = make_advantages(totals, np.array([2, 2, 2]), "mean")
     assert advantages.is_kept.tolist() == [True, True, False, False, False, False]
     meta = StoreMeta(name="round 1", tokenizer=str(tiny.model_dir), vocabulary_size=64, files=("rollouts",))
-    store = write_round(tmp_path / "round", groups(), PROMPTS, advantages, meta, ["right", "short"])
+    store = write_round(tmp_path / "round", groups(), PROMPTS, advantages, meta, ["right", "short"], 64)
     assert store.token_ids.tolist() == [7, 8, 20, 2, 7, 8, 21, 2]
     assert store.loss_mask[:].tolist() == [False, False, True, True] * 2
     assert store.offsets.tolist() == [0, 4, 8]
