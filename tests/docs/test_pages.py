@@ -64,6 +64,12 @@ def world(tmp_path_factory):
     assert main(["train", str(folder / "full.yaml"), "batch.max_steps=1"]) == 0
     shutil.copytree(folder / "made" / "final", folder / "Qwen" / "Qwen3-0.6B")
     (folder / "questions.jsonl").write_text(json.dumps({"prompt": "Hello", "answer": "Hi"}) + "\n")
+    problems = [{"question": f"What is {k} and {k}?", "answer": f"#### {2 * k}"} for k in range(24)]
+    (folder / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
+    (folder / "rewards.py").write_text("def short(answer, row):\n    return 1 - len(answer) / 2000\n")
+    rollout = {"rounds": 2, "prompts": 2, "group": 4, "max_new_tokens": 8, "rewards": ["number", "rewards.py:short"]}
+    rounds = {"name": "rl", "model": "Qwen/Qwen3-0.6B", "device": "cpu", "objective": "grpo", "rollout": rollout}
+    (folder / "rl.yaml").write_text(yaml.safe_dump({**rounds, "data": {"sources": [{"path": "gsm8k.jsonl"}]}}))
     (folder / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
     (folder / "run.yaml").write_text(yaml.safe_dump({"model": "Qwen/Qwen3-0.6B", "data": "chats", "device": "cpu"}))
     with contextlib.chdir(folder):
