@@ -55,7 +55,7 @@ def common(one: Sample, other: Sample) -> int:
 
 
 @given(data_sets())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_any_two_samples_share_what_they_have_in_common(samples):
     index = index_of(samples)
     for one, other in combinations(range(len(samples)), 2):
@@ -65,7 +65,7 @@ def test_any_two_samples_share_what_they_have_in_common(samples):
 
 
 @given(data_sets(), st.randoms(use_true_random=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_groups_share_what_they_say_and_save_no_less_than_one_group(samples, random):
     index, ids = index_of(samples), list(range(len(samples)))
     random.shuffle(ids)
@@ -97,7 +97,7 @@ def plans(samples: list[Sample], num_ranks: int, lockstep: bool, shuffle: bool, 
 
 
 @given(data_sets(), st.sampled_from([1, 2, 3]), st.booleans(), st.booleans(), st.integers(0, 2**63))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_sharing_changes_no_step_and_keeps_the_budget(samples, num_ranks, lockstep, shuffle, seed):
     apart, together = plans(samples, num_ranks, lockstep, shuffle, seed)
     assert together.fingerprint == apart.fingerprint
