@@ -1,4 +1,4 @@
-"""A unit is planned whole: whatever the data, the layout, the ranks, the budget, and the memory of a pass."""
+"""A unit is planned whole, whatever the data, layout, ranks, budget and memory, unless its loss does not need that."""
 
 from __future__ import annotations
 
@@ -84,16 +84,18 @@ layouts = st.fixed_dictionaries(
 )
 
 
-def plan_of(data: Data, layout: dict[str, Any], ids: Any = None) -> TrainingPlan:
+def plan_of(data: Data, layout: dict[str, Any], ids: Any = None, parts_units: bool = False) -> TrainingPlan:
     kind, num_ranks = layout["kind"], layout["num_ranks"]
+    budget = int(max(data.lengths)) + 16 * 4 if parts_units else data.budget
     plan = make_plan(
         data.lengths, data.labels, BatchConfig(samples_per_step=layout["per_step"], shuffle=layout["shuffle"]),
-        micro_batch_tokens=data.budget, seed=layout["seed"], num_ranks=num_ranks, cost=COST, sample_ids=ids,
+        micro_batch_tokens=budget, seed=layout["seed"], num_ranks=num_ranks, cost=COST, sample_ids=ids,
+        parts_units=parts_units,
         pass_overhead_tokens=64 if kind == "rows" else None, unit_offsets=data.offsets,
         prefixes=data.index(declared=kind == "declared") if kind in ("declared", "found") else None,
     )  # fmt: skip
     together = num_ranks if layout["lockstep"] == "experts" else 1
-    return plan.with_layout(data.budget, COST, lockstep=layout["lockstep"] is not None, expert_ranks=together)
+    return plan.with_layout(budget, COST, lockstep=layout["lockstep"] is not None, expert_ranks=together)
 
 
 def assert_whole(data: Data, batches: Sequence[MicroBatch]) -> None:
@@ -139,6 +141,33 @@ def test_steps_count_units_and_no_pass_parts_one(data, layout):
                 assert max(batch.num_padded_tokens for batch in cut) <= max(budget, plan.largest_unit(own))
     assert sorted(seen) == list(range(len(data.sizes)))
     assert list(plan.steps(plan.num_steps // 2)) == list(plan.steps())[plan.num_steps // 2 :]
+
+
+@given(data_sets(), layouts)
+@settings(max_examples=80, deadline=None)
+def test_steps_count_units_that_passes_may_part(data, layout):
+    plan, most = plan_of(data, layout, parts_units=True), int(max(data.lengths)) + 16 * 4
+    seen: list[int] = []
+    for step in plan.steps():
+        real = [batch for batch in step.micro_batches if not batch.is_filler]
+        assert sorted(i for batch in real for i in batch.sample_ids) == sorted(step.sample_ids)
+        units, counts = np.unique(data.units[list(step.sample_ids)], return_counts=True)
+        assert counts.tolist() == [data.sizes[unit] for unit in units]
+        assert len(units) == min(layout["per_step"], len(data.sizes) - len(seen))
+        seen += units.tolist()
+        assert len(step.sample_ids) <= plan.most_samples_per_step
+        for batch in step.micro_batches:
+            assert batch.num_padded_tokens <= max(most, batch.fill_tokens)
+            packed = flatten_samples([data.samples[i] for i in batch.sample_ids], shared=batch.shared)
+            assert packed.num_tokens == batch.num_tokens - batch.num_shared_tokens
+        for rank, own in enumerate(step.by_rank):
+            if not any(not batch.is_filler for batch in own):
+                continue
+            cut = plan.resplit(step, rank, plan.largest_unit(own))
+            assert max(batch.num_padded_tokens for batch in cut) <= plan.largest_unit(own)
+            taken = sorted(i for batch in own for i in batch.sample_ids if not batch.is_filler)
+            assert sorted(i for batch in cut for i in batch.sample_ids) == taken
+    assert sorted(seen) == list(range(len(data.sizes)))
 
 
 @given(data_sets(), st.sampled_from([1, 2, 3]), st.booleans(), st.booleans())
@@ -192,6 +221,8 @@ def test_a_unit_over_the_budget_is_refused_and_one_that_fits_is_planned(pass_ove
     more = {"pass_overhead_tokens": pass_overhead_tokens}
     with pytest.raises(UsageError, match=rf"the unit of sample [02] has {least} tokens, more than batch.micro_batch"):
         make_plan(**PAIRS, **HOW, **more, micro_batch_tokens=least - 1)
+    (parted, *_) = make_plan(**PAIRS, **HOW, **more, micro_batch_tokens=least - 1, parts_units=True).steps()
+    assert len(parted.micro_batches) == 2
     steps = list(make_plan(**PAIRS, **HOW, **more, micro_batch_tokens=least).steps())
     assert sorted(step.sample_ids for step in steps) == [(0, 1), (2, 3)]
 
