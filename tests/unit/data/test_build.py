@@ -655,17 +655,6 @@ def test_more_processes_than_a_machine_has_room_for_are_lowered(maker):
     assert [usable_procs(wanted) for wanted in (1, most, most + 1)] == [1, most, most]
 
 
-def test_processes_change_nothing(maker):
-    rows = [chat("q", f"the answer {i}") for i in range(2600)]  # more chunks than are in flight at once
-    alone = maker.build(rows, name="alone")
-    many = maker.build(rows, name="many", num_procs=2)
-    assert alone.meta.fingerprint == many.meta.fingerprint
-    assert np.array_equal(alone.token_ids, many.token_ids)
-    assert np.array_equal(alone.loss_mask, many.loss_mask)
-    assert np.array_equal(alone.offsets, many.offsets)
-    assert np.array_equal(alone.rows, many.rows)
-
-
 def test_joined_texts_are_told(maker):
     said: list[str] = []
     config = maker.config(maker.write([{"prompt": "2+2=", "completion": "4"}]), template=None)

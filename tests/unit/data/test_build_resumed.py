@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flatout.cli.main import main
 from flatout.config.schema import DataConfig
 from flatout.data.build import open_or_build
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError
 from flatout.io.json_file import read_json
+from tests.warm_process import WarmProcess
 
 ARRAYS = ("token_ids", "loss_mask", "offsets", "num_label_tokens", "hashes", "files", "rows")
 
@@ -42,7 +43,7 @@ def assert_equal(one: TokenStore, other: TokenStore) -> None:
         assert reports[0][name] == reports[1][name]
 
 
-def test_a_killed_build_goes_on_from_its_shards(tmp_path, small_tokenizer_dir):
+def test_a_killed_build_goes_on_from_its_shards(tmp_path, small_tokenizer_dir, capsys):
     """SIGKILL the command after its first shard; the same command again finishes what is left, equal to the byte.
 
     A bad row of the first shard is still counted, and rows behind it that repeat some of before are still left out.
@@ -51,20 +52,21 @@ def test_a_killed_build_goes_on_from_its_shards(tmp_path, small_tokenizer_dir):
     rows = [{"input_ids": row, "labels": row} for row in (*ids, *ids[:256], *ids[400:500])]
     rows.insert(3, {"input_ids": "broken"})
     file = write_rows(tmp_path / "rows.jsonl", rows)
-    command = [sys.executable, "-m", "flatout", "data", "build", str(file), "--tokenizer", str(small_tokenizer_dir)]
+    command = ["data", "build", str(file), "--tokenizer", str(small_tokenizer_dir)]
     command += ["--name", "d", "--root", str(tmp_path / "data"), "--max-tokens", "0", "--num-procs", "1"]
     command += ["--on-bad-row", "skip", "--dedupe", "exact"]
     journal = tmp_path / "data" / "built_dataset" / ".d.tmp" / "build.jsonl"
-    killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    killed = WarmProcess(["-m", "flatout", *command], os.environ, tmp_path / "log")
     while not (journal.exists() and journal.read_bytes().count(b"\n") > 1):
         assert killed.poll() is None, "ended before its first shard"
         time.sleep(0.002)
     killed.kill()
     killed.wait()
     num_shards = journal.read_bytes().count(b"\n") - 1
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = re.search(r"going on from an earlier build, which finished ([\d,]+) rows", done.stderr)
-    assert found, done.stderr
+    assert main(command) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    found = re.search(r"going on from an earlier build, which finished ([\d,]+) rows", said)
+    assert found, said
     assert int(found[1].replace(",", "")) == num_shards * 512  # two chunks of 256 rows fill a shard
     assert not journal.parent.exists()
     store = TokenStore.open(tmp_path / "data" / "built_dataset" / "d")

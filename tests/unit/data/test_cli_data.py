@@ -4,7 +4,6 @@ import io
 import json
 import os
 import pty
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import pytest
 
 from flatout.cli.main import main
 from tests.usual import every
+from tests.warm_process import WarmProcess
 
 
 @pytest.fixture
@@ -107,9 +107,8 @@ def test_data_commands_no_terminal_and_needs_no_utf8(built, monkeypatch):
 def test_a_killed_build_leaves_no_process(built):
     rows = "".join(json.dumps({"instruction": "q", "output": "a" * 999}) + "\n" for _ in range(20000))
     Path("many.jsonl").write_text(rows)
-    command = [sys.executable, "-m", "flatout", "data", "build", "many.jsonl", "--tokenizer", str(built)]
-    command += ["--template", "chatml", "--name", "x", "--num-procs", "2"]
-    build = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = ["-m", "flatout", "data", "build", "many.jsonl", "--tokenizer", str(built)]
+    build = WarmProcess([*command, "--template", "chatml", "--name", "x", "--num-procs", "2"], os.environ, Path("log"))
 
     def alive(pid: int) -> bool:
         with suppress(FileNotFoundError):
@@ -187,19 +186,19 @@ def test_columns_that_mean_nothing_are_not_taken(tiny, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("typed", "code"), [("y\n", 0), ("\n", 3)])
-def test_near_columns_are_taken_on_a_yes_at_a_terminal(tiny, tmp_path, typed, code):
-    (tmp_path / "qa.csv").write_text("question,answer\nWhat is it?,A thing.\n")
-    words = ["data", "build", "qa.csv", "--tokenizer", str(tiny.model_dir), "--name", "qa"]
+def test_near_columns_are_taken_on_a_yes_at_a_terminal(tiny, tmp_path, monkeypatch, typed, code):
+    monkeypatch.chdir(tmp_path)
+    Path("qa.csv").write_text("question,answer\nWhat is it?,A thing.\n")
     ours, theirs = pty.openpty()
     os.write(ours, typed.encode())
-    with subprocess.Popen(
-        [sys.executable, "-m", "flatout", *words], cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs
-    ) as process:
-        os.close(theirs)
-        shown = b""
-        with suppress(OSError):  # the terminal's other end is closed
-            while block := os.read(ours, 4096):
-                shown += block
-        assert process.wait() == code, shown.decode()
+    with os.fdopen(theirs) as keys, os.fdopen(os.dup(theirs), "w") as screen:
+        for name, stream in {"stdin": keys, "stdout": screen, "stderr": screen}.items():
+            monkeypatch.setattr(sys, name, stream)
+        assert main(["data", "build", "qa.csv", "--tokenizer", str(tiny.model_dir), "--name", "qa"]) == code
+    monkeypatch.undo()
+    shown = b""
+    with suppress(OSError):  # the terminal's other end is closed
+        while block := os.read(ours, 4096):
+            shown += block
     os.close(ours)
     assert b"Take columns of qa.csv: instruction is question, output is answer? [y/N]" in shown

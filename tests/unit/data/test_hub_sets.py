@@ -38,21 +38,48 @@ def hub():
         yield found
 
 
-def run(
-    hub: Files, home: Path, *words: str, folder: Path | None = None, **variables: str
-) -> subprocess.CompletedProcess[str]:
+def variables_of(hub: Files, home: Path, **variables: str) -> dict[str, str]:
+    """The environment in which a new process asks this hub."""
     others = ("HF_", "HUGGING_FACE", "FLATOUT_CHECK_AGAIN")
     env = {key: value for key, value in os.environ.items() if not key.startswith(others)}
     env |= {"HF_ENDPOINT": hub.address, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "XDG_CACHE_HOME": str(home)}
-    return subprocess.run(
-        [sys.executable, *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env=env | variables,
-        cwd=folder,
-    )
+    return env | variables
+
+
+def run(hub: Files, home: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    env, command = variables_of(hub, home, **variables), [sys.executable, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=env)
+
+
+FORKS = """
+import json, os, sys
+import datasets, pyarrow.parquet, tokenizers, transformers.tokenization_utils_tokenizers
+import flatout.data.build
+from flatout.cli.main import main
+for line in sys.stdin:
+    words, log = json.loads(line)
+    if not (pid := os.fork()):
+        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(fd, 1), os.dup2(fd, 2)
+        sys.exit(main(words))
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+class Commands:
+    """`flatout`, each time in a new process; it is forked from one that has imported what reads the variables."""
+
+    def __init__(self, log: Path, env: dict[str, str]) -> None:
+        self.log = log
+        command = [sys.executable, "-c", FORKS]
+        self.process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(self, words: list[str]) -> tuple[int, str]:
+        """Return the exit code, and what the command said in one line."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(json.dumps([words, str(self.log)]), file=self.process.stdin, flush=True)
+        return int(self.process.stdout.readline()), " ".join(self.log.read_text().split())
 
 
 def test_the_command_reads_a_set_at_the_commit_that_its_branch_is(hub, tmp_path, small_tokenizer_dir):
@@ -65,14 +92,16 @@ def test_the_command_reads_a_set_at_the_commit_that_its_branch_is(hub, tmp_path,
         "org/set/data/train-00001-of-00002.parquet": table(ROWS[120:]),
         "org/set/data/test-00000-of-00001.parquet": table(ROWS[:3]),
     }
-    words = ["-m", "flatout", "data", "build", "org/set", "--tokenizer", str(small_tokenizer_dir), "--name", "d"]
+    words = ["data", "build", "org/set", "--tokenizer", str(small_tokenizer_dir), "--name", "d"]
     words += ["--root", str(root), "--num-procs", "1"]
+    online = Commands(tmp_path / "log", variables_of(hub, home))
+    offline = Commands(tmp_path / "log", variables_of(hub, home, HF_HUB_OFFLINE="1"))
 
-    def built(*more: str, **variables: str) -> tuple[str, TokenStore]:
+    def built(*more: str, by: Commands = online) -> tuple[str, TokenStore]:
         hub.calls.clear()
-        done = run(hub, home, *words, *more, **variables)
-        assert done.returncode == 0, done.stderr
-        return " ".join(done.stderr.split()), TokenStore.open(root / "built_dataset" / "d")
+        code, said = by.run([*words, *more])
+        assert code == 0, said
+        return said, TokenStore.open(root / "built_dataset" / "d")
 
     said, store = built()
     assert f"org/set[train]: commit {COMMIT}, 2 files" in said
@@ -95,21 +124,21 @@ def test_the_command_reads_a_set_at_the_commit_that_its_branch_is(hub, tmp_path,
     assert not any("train-0000" in path for _, path, _ in hub.calls), "what a commit holds is known"
 
     # a hub that does not answer is no reason not to train
-    said, _ = built(HF_HUB_OFFLINE="1")
+    said, _ = built(by=offline)
     assert "org/set[train]: the hub does not respond" in said
     assert "Reusing" in said
-    refused = run(hub, home, *words, "--replace", "--max-tokens", "10", HF_HUB_OFFLINE="1")
-    assert refused.returncode == 6, refused.stderr
+    code, said = offline.run([*words, "--replace", "--max-tokens", "10"])
+    assert code == 6, said
 
     hub.objects["org/set/data/train-00001-of-00002.parquet"], hub.commit = table(ROWS[:7]), "a" * 40
-    refused = run(hub, home, *words)
-    assert refused.returncode == 2
-    assert f"rows of hf://datasets/org/set@{COMMIT}, but hf://datasets/org/set@{'a' * 40} is configured" in " ".join(
-        refused.stderr.split()
-    )
+    code, said = online.run(words)
+    assert code == 2
+    assert f"rows of hf://datasets/org/set@{COMMIT}, but hf://datasets/org/set@{'a' * 40} is configured" in said
     _, store = built("--replace")
     assert store.num_samples == 127
     assert store.meta.fingerprint != fingerprint
+    for commands in (online, offline):
+        commands.process.communicate()
 
 
 CODE = """

@@ -8,8 +8,6 @@ import shlex
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from itertools import count, cycle, product
@@ -27,6 +25,7 @@ from flatout.io.durable_io import Disk
 from flatout.track.callback import MemoryCallback
 from flatout.trainer.run import train
 from tests.usual import usual
+from tests.warm_process import WarmProcess
 
 
 @pytest.fixture
@@ -132,8 +131,8 @@ def test_two_runs_that_compute_one_reference_at_once(build, config_of, tmp_path,
 
     assert build("few") == 0
     (tmp_path / "other.yaml").write_text(dump_config(config_of("other")))
-    command = [sys.executable, "-m", "flatout", "train", str(tmp_path / "other.yaml")]
-    callback = At("computing the reference", lambda: subprocess.run(command, check=False).returncode)
+    command = ["-m", "flatout", "train", str(tmp_path / "other.yaml")]
+    callback = At("computing the reference", lambda: WarmProcess(command, os.environ, tmp_path / "log").wait())
     train(config_of("one"), callbacks=[callback])
     assert callback.times == 1
     assert [one["loss"] for one in metrics_of(tmp_path / "one")] == [
