@@ -43,7 +43,7 @@ class Replay:
     """The complete steps that it began from."""
     steps: tuple[ReplayedStep, ...]
     checkpoint: int | None
-    """The checkpoint whose weights and optimizer were compared; None: one process has written none between."""
+    """The checkpoint whose weights and optimizer were compared; None: the run has none between."""
     differing_tensors: tuple[str, ...] = ()
 
     @property
@@ -85,12 +85,13 @@ def replay(folder: Path, step: int, console: ConsoleCallback) -> Replay:
     if step not in records:
         known = f"; it has {min(records):,} to {max(records):,}" if records else ", which has none"
         raise UsageError(f"step {step} is not recorded in {folder}{known}")
+    if log.start is not None and log.start.num_ranks > 1:
+        ranks = f"{log.start.num_ranks} ranks, whose sums have other bits in one process"
+        raise UsageError(f"{folder} was trained by {ranks}; a replay takes runs of one")
     saved = sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
     start = max((one for one in saved if one < step), default=0)
     _require_answers(config, folder, range(start, step))
-    # ranks write shards, which one process does not
-    between = [one for one in saved if start < one <= step and log.start and log.start.num_ranks == 1]
-    compared = max(between, default=None)
+    compared = max((one for one in saved if start < one <= step), default=None)
     with _prepared(config, folder, start, compared) as (again, copy):
         watcher = _Compare({one: records[one] for one in records if start < one <= step}, step, compared)
         with suppress(_Replayed):

@@ -20,7 +20,9 @@ from flatout.data.token_store import TokenStore
 from flatout.errors import CheckpointError, UsageError
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
+from flatout.track.console import ConsoleCallback
 from flatout.trainer.planned_run import open_and_plan
+from flatout.trainer.replay import replay
 from flatout.trainer.run import train
 
 QUESTIONS = ("Sort the words", "Count up", "Say it backwards", "Who are you?", "Spell cat", "What is next?")
@@ -123,6 +125,8 @@ def test_a_round_is_what_plain_transformers_and_numpy_say(ran, tiny):
 def test_two_ranks_sample_and_learn_what_one_does(ran, world):
     config = world("ranks", gpus=2, strategy="ddp", rollout={"temperature": 0.8})
     run_ranks(config, world.root)
+    with pytest.raises(UsageError, match="2 ranks"):
+        replay(world.root / "ranks", 4, ConsoleCallback())
     for one, other in zip(stores(ran), stores(world.root / "ranks"), strict=True):
         assert np.array_equal(one.token_ids, other.token_ids)
         assert np.array_equal(one.rows, other.rows)
