@@ -40,7 +40,8 @@ def settings() -> Iterator[str]:
         "[at the end](#advanced-settings), as `flatout init --advanced` writes them.\n"
     )
     yield from _section(Config, "")
-    for name, kind in {"data.sources": SourceConfig, "rollout.rewards": RewardConfig}.items():
+    items: dict[str, type[BaseModel]] = {"data.sources": SourceConfig, "rollout.rewards": RewardConfig}
+    for name, kind in items.items():
         yield f"\n## {name}\n\n" + " ".join(str(kind.__doc__).split()) + "\n"
         yield from _table(f"{name}.", kind.model_fields, shown="")
     yield "\n## Advanced settings\n\n| setting | default | allowed | | why it exists |\n|---|---|---|---|---|"

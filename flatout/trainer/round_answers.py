@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter
 from xxhash import xxh3_128_hexdigest
 
 from flatout.config.folders import round_folder
@@ -39,7 +38,6 @@ SCORED_GROUPS = 16
 NUM_SHOWN = 3
 # characters of each that are shown
 MAX_SHOWN = 2000
-_RECORD = TypeAdapter(RoundRecord)
 
 
 class _StopRequested(Exception):  # noqa: N818  (a request, not an error)

@@ -32,12 +32,6 @@ from flatout.trainer.rollout_prompts import RolloutPrompts
 from flatout.trainer.round_answers import collect_round, digest_of, identity_of, journal_folder
 from flatout.trainer.state import TrainingRun
 
-# groups that are scored, and then in the journal, at once
-SCORED_GROUPS = 16
-# answers that a record shows: the best, and as many of the worst
-NUM_SHOWN = 3
-# characters of each that are shown
-MAX_SHOWN = 2000
 _RECORD = TypeAdapter(RoundRecord)
 
 

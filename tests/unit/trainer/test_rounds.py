@@ -101,6 +101,8 @@ def test_a_round_is_what_plain_transformers_and_numpy_say(ran, tiny):
         row = json.loads((ran.parent / "prompts.jsonl").read_text().splitlines()[int(first.rows[index]) - 1])
         answer = tokenizer.decode(ids[start:], skip_special_tokens=True)
         commas, length = answer.count("e") + row["bonus"], None if "q" in answer else len(answer) / 10
+        by_function = [first.extra[f"reward_{name}"][index] for name in ("commas", "reward")]
+        assert np.allclose(by_function, [commas, np.nan if length is None else length], equal_nan=True)
         scores.append(commas + (0.0 if length is None else 0.5 * length))
     assert np.allclose(first.extra["reward"], scores, atol=1e-6)
     for start, end in zip(first.unit_offsets, first.unit_offsets[1:], strict=False):

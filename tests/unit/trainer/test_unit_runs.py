@@ -22,13 +22,17 @@ from flatout.data.token_store import TokenStore
 from flatout.errors import CheckpointError
 from flatout.models.blocks import hidden_states
 from flatout.models.packed import PackedBatch
+from flatout.parallel.rank import Rank
 from flatout.planner.steps.step_plan import MicroBatch, StepPlan
+from flatout.track.callback import Reporter
 from flatout.trainer.batch_loader import BatchLoader
+from flatout.trainer.planned_run import open_and_plan
 from flatout.trainer.run import train
 from flatout.trainer.state import TrainingRun
 
 SIZES = [2, 3, 1, 2, 4, 1, 2, 2, 1, 3, 2, 2]
 COLUMNS = ("weight", "ref_logprob", "margin")
+DPO = Path(__file__).parents[3] / "examples" / "dpo.py"
 
 
 def run_of(tiny: Any, root: Path, folder: Path, **sections: Any) -> Any:
@@ -37,6 +41,15 @@ def run_of(tiny: Any, root: Path, folder: Path, **sections: Any) -> Any:
         folder, model={"name": str(tiny.model_dir), "precision": "fp64"}, batch=batch,
         data={"name": "units", "root": str(root), "sources": []}, **sections,
     )  # fmt: skip
+
+
+def of_whole_units(config: Any) -> TrainingRun:
+    """A run whose passes take units whole, as for `value`; those of the configured loss may part them."""
+    planned = open_and_plan(config, Reporter(), Rank())
+    samples = planned.plan.samples
+    assert samples.parts_units
+    plan = replace(planned.plan, samples=replace(samples, parts_units=False))
+    return built_run(config, replace(planned, plan=plan))
 
 
 def value(logprobs: Any, samples: Any, weight: Any, reference: Any, units: Any, margin: Any) -> Any:
@@ -108,7 +121,7 @@ def test_any_cut_gives_what_units_give_one_by_one(tiny, tmp_path, share):
     config = run_of(
         tiny, tmp_path, tmp_path / "run", method="full", batch={"share_prefix": share, "samples_per_step": 12}
     )
-    run = built_run(config)
+    run = of_whole_units(config)
     planned = run.planned
     step = planned.plan.step(0)
     assert bool(step.num_shared_tokens) == (share == "on")
@@ -141,7 +154,7 @@ def test_rows_and_resplit_keep_units_and_the_loss(tiny, tmp_path, share):
         tmp_path / "run",
         batch={"share_prefix": share, "layout": "rows" if share == "off" else "packed"},
     )
-    run = built_run(config)
+    run = of_whole_units(config)
     planned = run.planned
     step = planned.plan.step(1)
     assert planned.plan.batch_layout.name == ("rows" if share == "off" else "packed")
@@ -192,7 +205,10 @@ def test_a_column_that_no_loss_reads_changes_nothing(tiny, tmp_path):
 
 
 def test_units_as_typed(tiny, tmp_path, capsys):
-    """`plan` counts units, `data show` lists the columns, and a unit that is too large for a micro-batch is named."""
+    """`plan` counts units, `data show` lists the columns, and a unit that is too large for a micro-batch is named.
+
+    Only a loss over units needs them whole.
+    """
     write_units(tmp_path, tiny.model_dir, SIZES)
     (tmp_path / "run.yaml").write_text(
         f"run_dir: {tmp_path / 'run'}\ndevice: cpu\nmodel: {{name: '{tiny.model_dir}', precision: fp32}}\n"
@@ -202,18 +218,20 @@ def test_units_as_typed(tiny, tmp_path, capsys):
     assert "samples 25 in 12 units, 1.417 epochs" in " ".join(capsys.readouterr().out.split())
     assert main(["data", "show", "units", "--root", str(tmp_path)]) == 0
     assert "column ref_logprob: float64 per sample: log-probability of the answer" in capsys.readouterr().out
-    assert main(["plan", str(tmp_path / "run.yaml"), "batch.micro_batch_tokens=150", "batch.share_prefix=off"]) == 2
+    small = ["plan", str(tmp_path / "run.yaml"), "batch.micro_batch_tokens=150", "batch.share_prefix=off"]
+    assert main(small) == 0
+    write_units(tmp_path, tiny.model_dir, [2] * 12)
+    assert main([*small, f"objective.path={DPO}:DPO"]) == 2
     assert "the unit of sample" in capsys.readouterr().err
 
 
 def test_a_loss_that_needs_a_column_names_it_before_step_0(tiny, tmp_path, capsys, metrics_of):
     store = write_units(tmp_path, tiny.model_dir, [2] * 12, lacks="ref_logprob")
-    dpo = Path(__file__).parents[3] / "examples" / "dpo.py"
     (tmp_path / "run.yaml").write_text(
         f"run_dir: {tmp_path / 'run'}\ndevice: cpu\nmodel: {{name: '{tiny.model_dir}', precision: fp32}}\n"
         f"data: {{name: units, root: '{tmp_path}'}}\nbatch: {{samples_per_step: 5, max_steps: 2}}\n"
         "checkpoint: {every_steps: 1, keep: 9}\neval: {prompts: []}\n"
-        f"lora: {{rank: 4, alpha: 8}}\nobjective: {{path: '{dpo}:DPO'}}\n"
+        f"lora: {{rank: 4, alpha: 8}}\nobjective: {{path: '{DPO}:DPO'}}\n"
     )
     assert main(["train", str(tmp_path / "run.yaml")]) == 3
     said = " ".join(capsys.readouterr().err.split())
