@@ -48,7 +48,7 @@ def test_ranks_take_the_same_units_to_the_same_losses(tiny, tmp_path, metrics_of
 
 
 @pytest.mark.exhaustive
-def test_verify_proves_every_cut_of_units(tiny, tmp_path):
+def test_verify_proves_every_cut_of_units_that_may_be_parted(tiny, tmp_path):
     write_units(tmp_path, tiny.model_dir, SIZES)
     (tmp_path / "run.yaml").write_text(
         f"run_dir: {tmp_path / 'run'}\ndevice: cpu\nmodel: {{name: '{tiny.model_dir}', precision: fp32}}\n"
@@ -57,5 +57,5 @@ def test_verify_proves_every_cut_of_units(tiny, tmp_path):
     )
     assert main(["verify", str(tmp_path / "run.yaml"), "--ranks", "2"]) == 0
     rows = {row["case"]: row for row in json.loads((tmp_path / "run" / "verify.json").read_text())["rows"]}
-    assert {"packed", "each unit alone", "ddp", "zero3"} <= rows.keys()
+    assert {"packed", "each sample alone", "ddp", "zero3"} <= rows.keys()
     assert max(row["worst_difference"] for row in rows.values()) < 1e-4
