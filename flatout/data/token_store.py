@@ -8,7 +8,7 @@ two answers of a pair; most stores have units of one.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -208,6 +208,13 @@ class TokenStore:
         where: dict[str, Any] = {"token": slice(start, end), "sample": index, "unit": unit}
         values = {name: np.asarray(self.extra[name][where[self.columns[name].per]]) for name in columns}
         return TokenSample(ids, loss_mask, values)
+
+    def label_places(self, sample_ids: Sequence[int]) -> list[NDArray[np.int64]]:
+        """Return where each sample's label tokens are among the tokens of all these samples, in their order."""
+        lengths = self.lengths[list(sample_ids)]
+        # a first token is never predicted
+        own = (np.flatnonzero(self.sample(index).loss_mask[1:]) + 1 for index in sample_ids)
+        return [start + places for start, places in zip(np.cumsum(lengths) - lengths, own, strict=True)]
 
     @cached_property
     def picture_offsets(self) -> NDArray[np.int64]:

@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flatout.data.token_store import TokenStore
 from flatout.errors import Fix, ResourceError
 from flatout.models.model_with_loss import ModelWithLoss, sums_of
 from flatout.models.packed import PackedBatch
@@ -296,7 +295,9 @@ def compute_logprobs(
     are all samples of the step. Call it within `inference` or `as_in_training`, which choose the kernels, with the
     weights in the model whose log-probabilities are wanted.
     """
-    places, count = _places_of(loader.store, sample_ids, per)
+    per_sample = [np.array([place]) for place in range(len(sample_ids))]
+    places = dict(zip(sample_ids, loader.store.label_places(sample_ids) if per == "token" else per_sample, strict=True))
+    count = int(loader.store.lengths[list(sample_ids)].sum()) if per == "token" else len(sample_ids)
 
     def compute(loss: ModelWithLoss, batch: PackedBatch) -> tuple[Tensor]:
         tokens = loss.label_tokens(batch)
@@ -317,16 +318,3 @@ def compute_logprobs(
 
     logprobs = run_with_oom_retry(run, plan, step, loader, "reference", run_passes)
     return np.array(run.strategy.sum_values(logprobs).tolist())
-
-
-def _places_of(
-    store: TokenStore, sample_ids: Sequence[int], per: Literal["token", "sample"]
-) -> tuple[Mapping[int, NDArray[np.int64]], int]:
-    """Return where each sample's values go among all, and the number of all."""
-    if per == "sample":
-        return {i: np.array([place]) for place, i in enumerate(sample_ids)}, len(sample_ids)
-    lengths = store.lengths[list(sample_ids)]
-    starts = np.cumsum(lengths) - lengths
-    # a first token is never predicted
-    labels = (np.flatnonzero(store.sample(i).loss_mask[1:]) + 1 for i in sample_ids)
-    return {i: start + own for i, start, own in zip(sample_ids, starts, labels, strict=True)}, int(lengths.sum())

@@ -75,6 +75,13 @@ def compute_reference(run: TrainingRun, *, compares: bool) -> None:
         torch.cuda.reset_peak_memory_stats(run.device)
 
 
+def compute_round_reference(run: TrainingRun, steps: Iterable[StepPlan]) -> None:
+    """Fill the column REFERENCE_TOKENS of a round's answers for these steps, if the objective has it; collective."""
+    if run.planned.objective.reference_columns:
+        with reference_weights(run), as_in_training(run):
+            _fill_tokens(run, run.loader, run.plan, steps)
+
+
 def compute_step(run: TrainingRun, step: StepPlan) -> None:
     """Compute the reference of one step's samples anew, and keep nothing; collective."""
     adapter = run.config.objective.reference.adapter
@@ -99,7 +106,8 @@ def compute_token_column(
     store, offsets = loader.store, loader.store.offsets
     column = np.zeros(int(offsets[-1]), np.float32)
     for step in steps:
-        ids = _ids(step)
+        if not (ids := _ids(step)):
+            continue
         values = compute_logprobs(run, loader, plan, step, ids, per="token", temperature=temperature)
         for sample_id, own in zip(ids, np.split(values, np.cumsum(store.lengths[ids])[:-1]), strict=True):
             _require_finite(store, sample_id, own.sum())
@@ -233,8 +241,7 @@ def _fill_tokens(run: TrainingRun, loader: BatchLoader, plan: PlannedSamples, ch
     run.reporter.phase("computing the reference")
     temperature = getattr(run.planned.objective, "temperature", 1.0)
     store.extra[REFERENCE_TOKENS][:] = compute_token_column(run, loader, plan, chunks, temperature=temperature)
-    took = f"log-probabilities of tokens in {time.perf_counter() - started:.1f} s"
-    run.reporter.stage("reference", f"{store.meta.name}: {took}")
+    run.reporter.stage("reference", f"{store.meta.name}: {time.perf_counter() - started:.1f} s")
 
 
 def _rounding_of_known(run: TrainingRun, loader: BatchLoader, plan: PlannedSamples, chunk: StepPlan) -> str:

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from flatout.config.folders import round_folder
 from flatout.config.schema import Config
 from flatout.data.columns import PREFIX_TOKENS
+from flatout.data.reference_column import with_reference
 from flatout.data.rollout_columns import with_rollout_columns
 from flatout.data.token_store import TokenStore
 from flatout.errors import CheckpointError, DataError
@@ -28,6 +29,7 @@ from flatout.rollout.rewards.pool import Rewards
 from flatout.track.callback import Reporter
 from flatout.track.record import RoundRecord
 from flatout.trainer.normalizers import make_normalizers
+from flatout.trainer.reference_logprobs import compute_round_reference
 from flatout.trainer.rollout_prompts import RolloutPrompts
 from flatout.trainer.round_answers import collect_round, digest_of, identity_of, journal_folder
 from flatout.trainer.state import TrainingRun
@@ -70,6 +72,8 @@ def with_round(run: TrainingRun, index: int, store: TokenStore | None) -> Traini
             run, planned=replace(planned, plan=plan.of_round(index, Samples(none, none)), normalizers=normalizers)
         )
     store = with_rollout_columns(store)
+    for name in planned.objective.reference_columns:
+        store = with_reference(store, name)
     layout, units = plan.batch_layout, store.unit_offsets
     if layout.prefixes is not None:
         offsets = np.arange(store.num_samples + 1) if units is None else units
@@ -78,9 +82,10 @@ def with_round(run: TrainingRun, index: int, store: TokenStore | None) -> Traini
     steps = replace(plan, batch_layout=layout).of_round(index, samples)
     run.loader.read_from(store)
     data = planned.data._replace(split=planned.data.split._replace(store=store))
-    return replace(
-        run, planned=replace(planned, data=data, plan=steps, normalizers=make_normalizers(planned.objective, store))
-    )
+    normalizers = make_normalizers(planned.objective, store)
+    of_round = replace(run, planned=replace(planned, data=data, plan=steps, normalizers=normalizers))
+    compute_round_reference(of_round, map(steps.step, steps.numbers[max(0, run.progress.step - steps.numbers[0]) :]))
+    return of_round
 
 
 def open_round(run: TrainingRun, prompts: RolloutPrompts, index: int) -> tuple[bool, TokenStore | None]:

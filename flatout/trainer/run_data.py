@@ -104,6 +104,9 @@ def open_data(config: Config, reporter: Reporter, rank: Rank, *, starts: bool) -
     rollouts = None
     if config.rollout.rounds is not None:
         rollouts, store = open_prompts(config, shape.max_positions, reporter)
+        for name in objective.reference_columns:
+            store = with_reference(store, name)
+            store.extra[name][:] = 0.0  # bounds have no answers
     else:
         store = with_used_labels(open_tokens(config.data, config, reporter, objective), objective, reporter)
         _report_tokens(store, reporter)
@@ -132,6 +135,11 @@ def checked_objective(config: Config, reporter: Reporter) -> Objective:
             text = f"rollout.rounds: objective {objective.name} does not learn from sampled answers with rewards"
             raise UsageError(text, [Fix({"objective": "grpo"})])
         objective = objective.for_rounds(rollout.max_new_tokens, rollout.temperature)
+        if objective.reference_columns and config.method == "full":
+            text = (
+                "objective.kl: a run that trains all weights keeps no copy of its first ones, the reference of a round"
+            )
+            raise UsageError(text, [Fix({"method": "lora"}), Fix({"objective.kl": 0})])
     check_scoring(config, objective)
     if config.eval.best not in (metrics := ("loss", *objective.metrics)):
         raise UsageError(

@@ -96,12 +96,16 @@ class RoundPlan(BoundsPlan):
 
     index: int = field(kw_only=True)
 
+    @property
+    def numbers(self) -> range:
+        """The steps of the run that it has."""
+        return range(self.index * self.rounds.steps, (self.index + 1) * self.rounds.steps)
+
     def step(self, index: int) -> StepPlan:
         """Return the plan of one step of the run. Raises IndexError for one of another round."""
-        first = self.index * self.rounds.steps
-        if not first <= index < first + self.rounds.steps:
+        if index not in self.numbers:
             raise IndexError(f"step {index} is not one of round {self.index}")
-        place, starts = index - first, np.append(self.samples.unit_starts, len(self.samples))
+        place, starts = index - self.numbers[0], np.append(self.samples.unit_starts, len(self.samples))
         unit, end = (number * self.num_units // self.rounds.steps for number in (place, place + 1))
         if unit == end:
             return StepPlan(index, self.index, (), 0, 0, ((),) * self.batch_layout.num_ranks, 1.0)

@@ -208,7 +208,7 @@ def test_verify_proves_it_of_a_store_with_what_it_needs(tiny, tmp_path, capsys, 
     (tmp_path / "run.json").write_text(json.dumps(values))
     assert main(["verify", str(tmp_path / "run.json"), "--ranks", "1"]) == 0
     rows = {row["case"]: row for row in json.loads((tmp_path / "run" / "verify.json").read_text())["rows"]}
-    assert rows["packed"]["verdict"] == rows["each unit alone"]["verdict"] == "ok"
+    assert rows["packed"]["verdict"] == rows["each sample alone"]["verdict"] == "ok"
     if "reference_token_logprob" in lacks:
         # a run computes it before step 0
         assert main(["plan", str(tmp_path / "run.json"), "objective.kl=0.1"]) == 0

@@ -295,6 +295,7 @@ def test_settings_that_rounds_do_not_read_are_refused(world, sections, names, fi
         ({"objective": "cross_entropy"}, {"objective": "grpo"}),
         ({"objective": {"kind": "grpo", "temperature": 0.5}}, {"rollout.temperature": 0.5}),
         ({"strategy": "fsdp"}, {"strategy": "ddp"}),
+        ({"objective": {"kind": "grpo", "kl": 0.1}}, {"method": "lora"}),
     ],
 )
 def test_a_run_that_cannot_learn_from_its_answers_is_refused_before_it_samples(world, sections, fix):
@@ -317,3 +318,22 @@ def test_a_lora_run_samples_with_its_adapter(world, tiny):
         if step.num_label_tokens:
             assert step.metrics["mismatch/max"] == pytest.approx(1, abs=1e-4)
     assert set(log.rounds[0].metrics) == {"reward/length"}
+
+
+def test_the_reference_of_every_round_is_the_model_at_step_0_also_after_a_resume(world):
+    def kls(name, **rollout):
+        config = world(
+            name, method="lora", lora={"rank": 4}, objective={"kind": "grpo", "kl": 0.1}, optim={"lr": 1e-2},
+            rollout={"temperature": 0.8, **rollout},
+        )  # fmt: skip
+        train(config)
+        return [one.metrics["kl/reference"] for one in load(config.folder).log.steps if one.num_label_tokens]
+
+    first, *others = found = kls("kl")
+    assert len(found) == 4
+    assert abs(first) < 1e-10 < 1e-7 < min(others)
+    shutil.copytree(world.root / "kl", world.root / "kl-resumed")
+    for name in ("checkpoints/step-4", "checkpoints/step-2", "final"):
+        shutil.rmtree(world.root / "kl-resumed" / name)
+    assert kls("kl-resumed") == found
+    assert load(world.root / "kl-resumed").log.start.resumed_step == 3
