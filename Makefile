@@ -50,4 +50,4 @@ $(VENV)/.ready-gpu: $(VENV)/.ready
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache $(DEMO) demo-images
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache $(DEMO) demo-images demo-rl

@@ -18,6 +18,7 @@ ChatMessage = dict[str, str]
 _WORLD: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("world.yaml").read_text(encoding="utf-8"))
 _WORDS = {kind: tuple(words.split()) for kind, words in _WORLD["words"].items()}
 SMALL_TALK: dict[str, str] = _WORLD["small talk"]
+_TASKS = ("sort words", "sort numbers", "reverse", "count up")
 
 
 def is_held_out(key: str) -> bool:
@@ -68,6 +69,16 @@ def held_out_prompts(seed: int) -> tuple[list[ChatMessage], ...]:
     about_persona = rng.choice(about_system)
     guest = [introduction, between, rng.choice(about_guest)]
     return _messages([sort]), _messages([about_persona], system), _messages(guest)
+
+
+def sample_tasks(num: int, seed: int) -> dict[str, str]:
+    """Return `num` different held-out tasks that a rule solves, by question, with their answers."""
+    rng, tasks = Random(f"flatout demo tasks {seed}"), dict[str, str]()
+    while len(tasks) < num:
+        exchange = _draw_exchange(rng, held_out=True)
+        if exchange.family in _TASKS:
+            tasks[exchange.question] = exchange.answer
+    return tasks
 
 
 def _messages(exchanges: Sequence[Exchange], system: str | None = None) -> list[ChatMessage]:
@@ -122,7 +133,7 @@ def _draw_exchange(rng: Random, held_out: bool) -> Exchange:
         if family == "small talk":
             question = rng.choice(tuple(SMALL_TALK))
             return Exchange(family, question, SMALL_TALK[question], held_out=None)
-        is_task = family in ("sort words", "sort numbers", "reverse", "count up")
+        is_task = family in _TASKS
         exchange = _task(rng, family) if is_task else _fact(rng, family)
         if exchange.held_out == held_out:
             return exchange

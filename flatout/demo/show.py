@@ -14,11 +14,12 @@ from flatout.config.schema import Config
 from flatout.data.build import open_or_build
 from flatout.data.prompt_file import Prompt, read_prompts
 from flatout.data.rows.formats.pictures import MARK
-from flatout.demo import settings, shapes, write
+from flatout.demo import rounds, settings, shapes, write
 from flatout.demo.conversations import held_out_prompts
 from flatout.models.load.inference import load_trained, resolve_model_paths
 from flatout.rollout.chat import Sampling, answer_all, prompt_ids
 from flatout.track.console import ConsoleCallback
+from flatout.track.run_log import read_run
 from flatout.trainer.run import Result, train
 
 # a demo is watched, so a step is shown this often
@@ -64,9 +65,30 @@ def show_demo(out: Path, seed: int, console: Console, *, with_pictures: bool) ->
     return loss_halved(result) and all(are_right), [str(result.folder)]
 
 
+def show_rounds(out: Path, seed: int, console: Console) -> tuple[bool, Path]:
+    """Run the demo of rounds. Return whether held-out prompts are answered better by enough, and the run's folder."""
+    started = time.perf_counter()
+    with ConsoleCallback(step_line_s=STEP_LINE_S) as shown:
+        shown.on_phase("writing conversations and tasks")
+        rounds.write_rounds(out, seed)
+        model = _train(rounds.first_config(out, seed), out, shown).final_dir
+    with ConsoleCallback(step_line_s=STEP_LINE_S) as shown:
+        result = _train(rounds.rounds_config(out, seed, model), out, shown)
+    records = read_run(result.folder).held_out
+    before, after = (record.reward or 0.0 for record in (records[0], records[-1]))
+    is_good = after - before >= rounds.LEAST_RISE
+    expected = "" if is_good else f"  (expected {100 * rounds.LEAST_RISE:+.0f})"
+    console.print(f"\nSampled answers to {records[-1].num_answers} tasks that no step was trained on, exactly right:")
+    console.print(f"  before the rounds {before:6.1%}\n  after the rounds  {after:6.1%}")
+    console.print(f"  {100 * (after - before):+.1f} points{expected}", markup=False)
+    console.print(f"\n{result.progress.step:,} rounds; {time.perf_counter() - started:.0f} s in all")
+    return is_good, result.folder
+
+
 def _train(config: Config, folder: Path, console: ConsoleCallback) -> Result:
     """Build the data sets and train, or resume where an interrupted demo stopped. Raises FlatoutError."""
-    for data in (config.data, *([settings.held_out_data(config, folder)] if config.eval.data else [])):
+    conversations = [config.data] if config.rollout.rounds is None else []
+    for data in (*conversations, *([settings.held_out_data(config, folder)] if config.eval.data else [])):
         console.on_phase(f"tokenizing {data.name}")
         open_or_build(data, config.model.name, progress=partial(console.on_phase, f"tokenizing {data.name}, row"))
     # With matrices this small, a second CPU thread makes the run at most 1.4 times faster, and on a busy machine 5

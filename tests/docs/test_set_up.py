@@ -212,7 +212,7 @@ def test_the_pages_name_the_commands_and_the_cpu_build_first():
 
 
 def test_git_ignores_what_the_pages_make():
-    made = {"demo-run/", "demo-images/", "runs/", "merged/", "chats.jsonl", "run.yaml", ".venv/"}
+    made = {"demo-run/", "demo-images/", "demo-rl/", "runs/", "merged/", "chats.jsonl", "run.yaml", ".venv/"}
     ignored = {line.lstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines()}
     assert made <= ignored
     readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()

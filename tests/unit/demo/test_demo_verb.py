@@ -1,11 +1,13 @@
+import json
 import subprocess
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from flatout import load
 from flatout.cli.main import main
-from flatout.demo import settings, write
+from flatout.demo import rounds, settings, write
 from flatout.demo.show import loss_halved
 from flatout.trainer.run import Result
 from flatout.trainer.state import Progress
@@ -22,6 +24,10 @@ def few_steps(monkeypatch):
 
     monkeypatch.setattr(settings, "demo_config", short)
     monkeypatch.setattr(write, "write_demo", partial(write.write_demo, num_train=120, num_held_out=20))
+
+
+def rows(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 @pytest.mark.usefixtures("few_steps")
@@ -53,6 +59,36 @@ def test_another_seed_in_the_same_folder_is_refused(tmp_path, capsys):
     write.write_demo(tmp_path, 42)
     assert main(["demo", "--out", str(tmp_path), "--seed", "43"]) == 2
     assert "another seed" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_the_demo_of_rounds_says_how_much_was_learned_and_what_to_look_at(tmp_path, monkeypatch, capsys):
+    first, whole = rounds.first_config, rounds.rounds_config
+
+    def short_first(folder: Path, seed: int) -> settings.Config:
+        config = first(folder, seed)
+        return config.model_copy(update={"batch": config.batch.model_copy(update={"max_steps": 3})})
+
+    def two_rounds(folder: Path, seed: int, model: Path) -> settings.Config:
+        config = whole(folder, seed, model)
+        few = config.rollout.model_copy(update={"rounds": 2, "prompts": 2, "group": 2, "max_new_tokens": 4})
+        return config.model_copy(update={"rollout": few})
+
+    monkeypatch.setattr(rounds, "first_config", short_first)
+    monkeypatch.setattr(rounds, "rounds_config", two_rounds)
+    monkeypatch.setattr(rounds, "write_demo", write.write_demo)
+    monkeypatch.setattr(rounds, "NUM_PROMPTS", 40)
+    folder = tmp_path / "demo"
+    assert main(["demo", "--rl", "--out", str(folder)]) == 1
+    out = capsys.readouterr().out
+    for said in ("before the rounds   0.0%", "after the rounds    0.0%", "+0.0 points  (expected +15)"):
+        assert said in out
+    commands = out.partition("Look further:")[2].splitlines()
+    trained = {turn["content"] for row in rows(folder / "train.jsonl") for turn in row["messages"]}
+    assert not trained & {row["prompt"] for row in rows(folder / "prompts.jsonl")}
+    assert [record.step for record in load(folder / "rounds").log.held_out] == [0, 2]
+    assert [line.split()[1] for line in commands if line] == ["rollouts", "rollouts", "chat"]
+    assert main(["rollouts", str(folder / "rounds")]) == 0
 
 
 @pytest.mark.parametrize(
