@@ -52,6 +52,18 @@ class RunPrompt(NamedTuple):
     origin: Origin
     pictures: tuple[bytes, ...]
 
+    @property
+    def text(self) -> str:
+        """The prompt as people read it: its only turn, or all turns with their roles."""
+        if len(self.messages) == 1:
+            return self.messages[0]["content"]
+        return "\n".join(f"{turn['role']}: {turn['content']}" for turn in self.messages)
+
+    @property
+    def turns(self) -> Sequence[Mapping[str, Any]] | None:
+        """The turns of a conversation; None for a prompt that its row has as a text, as TRL tells them apart."""
+        return None if isinstance(self.row.get("prompt"), str) else self.messages
+
 
 @dataclass(frozen=True)
 class PromptSet:

@@ -50,6 +50,11 @@ class Group:
     """The weighted sum of each answer's rewards; None for an answer that nothing has scored."""
 
 
+def journal_folder(folder: Path) -> Path:
+    """Return where a round's journals are until its answers are in `folder`."""
+    return folder.with_name(f".{folder.name}")
+
+
 class Journal:
     """What one rank has sampled and scored of a round: a line a group, on disk before the next one.
 

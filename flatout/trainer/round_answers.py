@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from flatout.models.stops import stop_token_ids
 from flatout.objectives.policy import Policy
 from flatout.planner.steps.packing import partition
 from flatout.rollout.advantages import make_advantages
-from flatout.rollout.collect import Group, Journal, write_round
+from flatout.rollout.collect import Group, Journal, journal_folder, write_round
 from flatout.rollout.rewards.pool import Item, Scores
 from flatout.rollout.sampler import Completion, NoRoomError, SamplingParams
 from flatout.track.record import HeldOutRecord, RatedAnswer, RoundRecord
@@ -155,11 +154,6 @@ def identity_of(run: TrainingRun, prompts: RolloutPrompts, index: int) -> dict[s
     return {**settings, **weights, "method": run.config.method, "round": index}
 
 
-def journal_folder(folder: Path) -> Path:
-    """Return where a round's journals are until its answers are in `folder`."""
-    return folder.with_name(f".{folder.name}")
-
-
 def digest_of(store: TokenStore) -> str:
     """Return what identifies the answers of a round, and what is learnt from them."""
     names = ("token_ids", "loss_mask", "offsets", ADVANTAGE, SAMPLER_LOGPROB)
@@ -239,9 +233,7 @@ def _sampled(
 def _rate(run: TrainingRun, prompts: RolloutPrompts, asked: Sequence[tuple[RunPrompt, Completion]]) -> Scores:
     """Score answers in the processes of the reward functions. Raises _StopRequested."""
     items = [
-        Item(
-            text_of(prompt), prompts.text_of(answer), answer.token_ids, prompt.row, str(prompt.origin), turns_of(prompt)
-        )
+        Item(prompt.text, prompts.text_of(answer), answer.token_ids, prompt.row, str(prompt.origin), prompt.turns)
         for prompt, answer in asked
     ]
 
@@ -273,18 +265,6 @@ def _score(run: TrainingRun, prompts: RolloutPrompts, groups: Sequence[Group], j
 
 def _names(run: TrainingRun) -> list[str]:
     return [reward.title for reward in run.config.rollout.rewards]
-
-
-def text_of(prompt: RunPrompt) -> str:
-    """Return a prompt as people read it: its only turn, or all turns with their roles."""
-    if len(prompt.messages) == 1:
-        return prompt.messages[0]["content"]
-    return "\n".join(f"{turn['role']}: {turn['content']}" for turn in prompt.messages)
-
-
-def turns_of(prompt: RunPrompt) -> Sequence[Mapping[str, Any]] | None:
-    """Return the turns of a conversation; None for a prompt that its row has as a text, as TRL tells them apart."""
-    return None if isinstance(prompt.row.get("prompt"), str) else prompt.messages
 
 
 def _number(value: float) -> float | None:
@@ -354,7 +334,7 @@ def _shown(prompts: RolloutPrompts, groups: Sequence[Group], names: Sequence[str
     chosen = ranked if len(ranked) <= 2 * NUM_SHOWN else [*ranked[:NUM_SHOWN], *ranked[-NUM_SHOWN:]]
     return tuple(
         RatedAnswer(
-            text_of(prompts.prompts[one.prompt])[-MAX_SHOWN:],
+            prompts.prompts[one.prompt].text[-MAX_SHOWN:],
             prompts.text_of(one.answers[at])[:MAX_SHOWN],
             total,
             dict(zip(names, (one.rewards or ())[at], strict=True)),

@@ -25,13 +25,14 @@ from flatout.planner.steps.prefixes import UnitPrefixes
 from flatout.planner.steps.rounds import BoundsPlan
 from flatout.planner.steps.training_plan import select_samples
 from flatout.planner.steps.units import Samples
+from flatout.rollout.collect import journal_folder
 from flatout.rollout.rewards.pool import Rewards
 from flatout.track.callback import Reporter
 from flatout.track.record import RoundRecord
 from flatout.trainer.normalizers import make_normalizers
 from flatout.trainer.reference_logprobs import compute_round_reference
 from flatout.trainer.rollout_prompts import RolloutPrompts
-from flatout.trainer.round_answers import collect_round, digest_of, identity_of, journal_folder
+from flatout.trainer.round_answers import collect_round, digest_of, identity_of
 from flatout.trainer.state import TrainingRun
 
 _RECORD = TypeAdapter(RoundRecord)
