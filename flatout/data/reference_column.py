@@ -20,11 +20,11 @@ _PREFIX = "reference_"
 
 
 def with_reference(store: TokenStore, name: str = REFERENCE) -> TokenStore:
-    """Return the store with a column of the reference in memory, unless it has it; NaN is not computed yet.
+    """Return the store with a blank column of the reference in memory, unless a file has it; NaN is not computed yet.
 
     REFERENCE is float64 (num_samples,), REFERENCE_TOKENS float32 (num_tokens,).
     """
-    if name in store.columns:
+    if name in store.columns and not store.columns[name].partial:
         return store
     meaning = "log-probability of the label tokens by the reference"
     column = Column("float64", "sample", meaning, name, partial=True)

@@ -14,8 +14,10 @@ import pytest
 from unit_store import write_units
 
 from flatout.cli.main import main
+from flatout.config.objective import REFERENCE
 from flatout.data import registry
 from flatout.data.kl_pairs import make_kl_store
+from flatout.data.reference_column import with_reference
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError
 from flatout.objectives.kto import KTO
@@ -134,6 +136,11 @@ def test_each_prompt_gets_the_answer_to_another(tiny, tmp_path):
         assert found_mask.sum() == other.num_label_tokens[index] == found_mask[first:].sum() > 0
         assert len(found) == other.lengths[index]
     assert (make_kl_store(store).answer_of == answers).all()
+    # the reference of these answers is their own, also where that of the data set is known
+    known = with_reference(store)
+    known.extra[REFERENCE][:] = -1.0
+    assert np.isnan(make_kl_store(known).extra[REFERENCE]).all()
+    assert (known.extra[REFERENCE] == -1.0).all()
 
 
 def test_answers_to_an_equal_prompt_are_not_taken(tiny, tmp_path):
