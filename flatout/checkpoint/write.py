@@ -48,6 +48,12 @@ _CHECKPOINT = re.compile(r"step-(\d+)(?:\.old-[0-9a-f]+)?")
 _DEBRIS = re.compile(r"step-\d+\.(tmp|gone)-[0-9a-f]+")
 
 
+def saved_steps(folder: Path) -> list[int]:
+    """Return the steps of the checkpoints in a folder of them, ascending; unfinished ones do not count."""
+    names = (_CHECKPOINT.fullmatch(path.name) for path in folder.glob("step-*"))
+    return sorted({int(matched[1]) for matched in names if matched})
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """This rank's share of the run's resumable state."""

@@ -8,7 +8,7 @@ from flatout.cli.parser import COUNT
 from flatout.cli.screen import WIDTH, aligned
 from flatout.errors import UsageError
 from flatout.io.redact import printable
-from flatout.track.record import HELD_OUT, ROUND, RatedAnswer
+from flatout.track.record import ROUND, RatedAnswer
 from flatout.track.run_log import RunLog, read_run
 from flatout.view.open_runs import find_run
 
@@ -55,7 +55,7 @@ def _rows(log: RunLog) -> list[tuple[str, ...]]:
     ]  # fmt: skip
     last = max(held_out, default=0)
     if last > log.rounds[-1].step:
-        rows.append(("-", f"{last:,}", "-", HELD_OUT["reward"].write(held_out[last] or 0.0), *"----"))
+        rows.append(("-", f"{last:,}", "-", written(held_out[last], "reward"), *"----"))
     return rows
 
 

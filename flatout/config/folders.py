@@ -30,7 +30,8 @@ _MANIFEST = "manifest.json"
 _WRITTEN = re.compile(
     r"run\.json|(config|studio|python)\.yaml|(start|end|notes|memory|profile|verify|non_finite)\.json|train\.log|"
     r"(metrics|answers|events|pictures)\.jsonl|trace\.json\.gz|report\.html|trackers|model-[0-9a-f]{16}|eval/.*\.json|"
-    r"spikes/step-\d+\.json|logs/studio\.log|logs/(node-\d+/)?(latest|\.latest|\.lock|attempt-\d+)"
+    r"spikes/step-\d+\.json|rollouts/\.?round-\d{6}(\.json)?|logs/(studio|rewards-\d+)\.log|"
+    r"logs/(node-\d+/)?(latest|\.latest|\.lock|attempt-\d+)"
 )
 # those that stand in nobody's way
 _LEFT = re.compile(
@@ -39,7 +40,7 @@ _LEFT = re.compile(
 )
 # folders with a manifest of their files, and folders of the above
 _RESULTS = re.compile(rf"(final|best)(\.old-{_HASH})?|checkpoints/step-\d+(\.old-{_HASH})?")
-_HOLDERS = re.compile(r"checkpoints|eval|spikes|logs(/node-\d+)?")
+_HOLDERS = re.compile(r"checkpoints|eval|rollouts|spikes|logs(/node-\d+)?")
 
 
 def is_run_folder(folder: Path) -> bool:

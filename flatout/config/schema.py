@@ -338,7 +338,8 @@ class Config(Section):
         why = "rollout.rounds: the settings of `rollout` say which samples a step has"
         refuse_unused(self.batch, ("samples_per_step", "epochs", "max_steps", "shuffle"), why, path="batch.")
         why = "rollout.rounds, which answers prompts that eval.fraction holds out"
-        refuse_unused(self.eval, ("data", "split_by", "best", "min_delta", "worst_samples"), why, path="eval.")
+        unread = ("data", "split_by", "best", "min_delta", "worst_samples", "max_new_tokens", "temperature")
+        refuse_unused(self.eval, unread, why, path="eval.")
         traits, shared = STRATEGIES.get(self.strategy), max(self.context.parallel, self.experts.parallel)
         if shared > 1 or (traits is not None and traits.package):
             raise SettingError(

@@ -76,15 +76,13 @@ class Policy(Objective):
 
         Raises UsageError for settings of its own that say otherwise.
         """
-        own = {"temperature": temperature, "longest": max_new_tokens}
-        for name in sorted(self.model_fields_set & own.keys()):
-            if getattr(self, name) != own[name]:
-                rollout = {"temperature": "temperature", "longest": "max_new_tokens"}[name]
-                text = f"objective.{name} is {getattr(self, name)}, but the answers are sampled with {own[name]}"
-                raise UsageError(text, [Fix({f"rollout.{rollout}": getattr(self, name)})])
-        if self.normalize_by != "answers_longest":
-            del own["longest"]
-        return self.model_copy(update=own)
+        if "temperature" in self.model_fields_set and self.temperature != temperature:
+            text = f"objective.temperature is {self.temperature}, but the answers are sampled with {temperature}"
+            raise UsageError(text, [Fix({"rollout.temperature": self.temperature})])
+        # rloo and reinforce have a length of their own: 1
+        needs_longest = self.normalize_by == "answers_longest" and self.longest is None
+        longest = {"longest": max_new_tokens} if needs_longest else {}
+        return self.model_copy(update={"temperature": temperature, **longest})
 
     @property
     def scope(self) -> Literal["token", "sample"]:  # type: ignore[override]  # by its settings

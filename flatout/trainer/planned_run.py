@@ -163,8 +163,8 @@ def plan_run(
     settings, objective, store = data.settings, data.objective, data.split.store
     steps = plan_training(data, rank, device, reporter, inexact_reasons)
     plan, memory = steps.plan, steps.memory
-    if data.rollouts is not None and steps.parallel_layout.shards_weights:
-        text = f"rollout.rounds needs whole weights on every rank, which {steps.parallel_layout.strategy} shards"
+    if data.rollouts is not None and steps.parallel_layout.lockstep_in_inference:
+        text = f"rollout.rounds needs whole weights on every rank, which {steps.parallel_layout.strategy} shards here"
         raise UsageError(text, [Fix({"strategy": "ddp"})])
     if settings.full.update == "backward":
         check_backward_update(settings, plan, rank)

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from flatout.checkpoint.tensor_file import TENSOR_SUFFIX, open_tensor_file
+from flatout.checkpoint.write import saved_steps
 from flatout.config.folders import RUN_NAME, round_folder
 from flatout.config.read import load_config, paths_in_place
 from flatout.config.schema import Config
@@ -88,7 +89,7 @@ def replay(folder: Path, step: int, console: ConsoleCallback) -> Replay:
     if log.start is not None and log.start.num_ranks > 1:
         ranks = f"{log.start.num_ranks} ranks, whose sums have other bits in one process"
         raise UsageError(f"{folder} was trained by {ranks}; a replay takes runs of one")
-    saved = sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
+    saved = saved_steps(folder / "checkpoints")
     start = max((one for one in saved if one < step), default=0)
     _require_answers(config, folder, range(start, step))
     compared = max((one for one in saved if start < one <= step), default=None)
@@ -121,8 +122,10 @@ def _prepared(config: Config, folder: Path, start: int, compared: int | None) ->
         if start:
             name = f"checkpoints/step-{start}"
             shutil.copytree(folder / name, copy / name)
-        if (folder / "rollouts").exists():
-            (copy / "rollouts").symlink_to((folder / "rollouts").absolute())
+        # one by one: what the replay would write replaces a link, and never what it leads to
+        (copy / "rollouts").mkdir()
+        for path in (folder / "rollouts").glob("round-*"):
+            (copy / "rollouts" / path.name).symlink_to(path.absolute())
         here = paths_in_place(config, folder, config.folder)
         checkpoint = here.checkpoint.model_copy(update={"every_steps": compared, "asynchronous": False})
         yield here.model_copy(

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from xxhash import xxh3_128_hexdigest
 
+from flatout.checkpoint.write import saved_steps
 from flatout.config.folders import round_folder
 from flatout.config.objective import ADVANTAGE, SAMPLER_LOGPROB
 from flatout.data.prompts import RunPrompt
@@ -148,10 +149,11 @@ def held_out_reward(run: TrainingRun, prompts: RolloutPrompts) -> float | None:
 
 def identity_of(run: TrainingRun, prompts: RolloutPrompts, index: int) -> dict[str, Any]:
     """Return what decides the answers of a round and their scores, besides the steps before it."""
-    settings = run.config.rollout.model_dump(mode="json", exclude={"rounds", "keep", "rewards"})
+    settings = run.config.rollout.model_dump(mode="json", exclude={"rounds", "keep", "max_mismatch", "rewards"})
+    rewards = [reward.model_dump(mode="json", exclude={"path"}) for reward in run.config.rollout.rewards]
     fingerprints = {name: run.planned.fingerprints.get(name) for name in ("model", "objective", "rewards")}
     weights = {**fingerprints, "prompts": prompts.prompts.fingerprint, "seed": run.config.seed}
-    return {**settings, **weights, "method": run.config.method, "round": index}
+    return {**settings, **weights, "scored_by": rewards, "method": run.config.method, "round": index}
 
 
 def digest_of(store: TokenStore) -> str:
@@ -347,7 +349,7 @@ def _remove_old(run: TrainingRun, index: int) -> None:
     """Remove the answers of rounds before the newest `rollout.keep`, but none that a checkpoint may need."""
     if (keep := run.config.rollout.keep) is None:
         return
-    steps = [int(path.name.removeprefix("step-")) for path in run.checkpoints.folder.glob("step-*") if path.is_dir()]
+    steps = saved_steps(run.checkpoints.folder)
     needed = min(steps, default=0) // run.planned.data.rollouts.rounds.steps  # type: ignore[union-attr]
     for old in range(min(index + 1 - keep, needed) - 1, -1, -1):
         folder = round_folder(run.config.folder, old + 1)

@@ -107,7 +107,7 @@ def fsdp(given: Given) -> Became:
     words |= {str(config["sharding_strategy"]).lower()} if config.get("sharding_strategy") else set()
     if unknown := sorted(words - {*_FSDP["words"], "offload"}) or sorted(config.keys() - {*_FSDP["config"].split()}):
         raise RefusedError(f"{unknown[0]} is not supported; set strategy=ddp, zero2, fsdp or hsdp")
-    words = {"shard_grad_op"} if config.get("reshard_after_forward") == "SHARD_GRAD_OP" else words
+    words = words & {"offload"} | {"shard_grad_op"} if config.get("reshard_after_forward") == "SHARD_GRAD_OP" else words
     strategy = next((ours for word, ours in _FSDP["words"].items() if word in words), "fsdp")
     settings: dict[str, Any] = {"strategy": strategy}
     if config.get("reshard_after_forward") is False:

@@ -90,7 +90,8 @@ def test_every_family_is_sampled_with_the_cache_that_it_has(family):
             true = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         assert one.token_ids == tuple(true.argmax(-1).tolist())
         expected = true.gather(-1, ids[0, len(prompt) :, None])[:, 0]
-        assert one.logprobs == pytest.approx(expected.tolist(), abs=2e-5)
+        # fp32 rounds otherwise on each kind of CPU: 2.1e-5 was seen for qwen3_next
+        assert one.logprobs == pytest.approx(expected.tolist(), abs=4e-5)
     # a model without a cache that transformers can make says so
     assert [line.partition(",")[0] for line in told] == (
         ["every token computes its prompt again"] if family == "rwkv" else []

@@ -37,7 +37,7 @@ LEAVE_S = 2.0
 # share of `hang_s` after which a rank whose Python is stuck writes its stacks to stderr
 STACKS_SHARE = 0.6
 # phases in which one rank may work for long while the others wait
-LONG_PHASES = frozenset({"start", "evaluate", "save", "finish"})
+LONG_PHASES = frozenset({"start", "sample", "evaluate", "save", "finish"})
 # waiting for a step is reported once it takes this many times as long as the last one
 USUAL_STEPS = 3.0
 # RuntimeErrors from these modules are put down to a lost peer: gloo and process groups have no error class for it

@@ -84,10 +84,10 @@ class Scores:
 
     @property
     def total(self) -> NDArray[np.float64]:
-        """(answers,): the weighted sum over the functions that scored; NaN if none did."""
-        is_scored = ~np.isnan(self.values)
-        weighted = self.values * np.array([config.weight for config in self._configs])
-        return np.where(is_scored.any(axis=1), np.where(is_scored, weighted, 0.0).sum(axis=1), np.nan)
+        """(answers,): the weighted sum over the functions that scored; NaN if none with a weight did."""
+        is_scored, weights = ~np.isnan(self.values), np.array([config.weight for config in self._configs])
+        weighted, counts = self.values * weights, is_scored & (weights != 0)
+        return np.where(counts.any(axis=1), np.where(is_scored, weighted, 0.0).sum(axis=1), np.nan)
 
     @property
     def num_done(self) -> int:

@@ -39,7 +39,8 @@ class SFTConfig:
     table: ClassVar[Mapping[str, Rule]] = ARGUMENTS
 
     def __init_subclass__(cls, method: str = "") -> None:
-        cls.method, cls.table = method, {**ARGUMENTS, **(rules_of_method(method) if method else {})}
+        if method:
+            cls.method, cls.table = method, {**ARGUMENTS, **rules_of_method(method)}
 
     def __init__(self, output_dir: str = "trainer_output", **given: Any) -> None:
         self.__dict__["given"] = {"output_dir": output_dir, **given}

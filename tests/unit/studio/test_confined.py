@@ -42,9 +42,10 @@ NO_PATHS = {
     "track.tags", "data.name", "data.new_tokens", "data.new_special_tokens",
     "data.template_args", "data.end_of_turn", "data.sources.split", "data.sources.subset", "data.sources.revision",
     "data.sources.columns", "data.sources.roles", "data.sources.keys", "data.sources.system",
+    "rollout.rewards.name", "rollout.rewards.field", "rollout.rewards.pattern", "rollout.rewards.json_schema",
 }  # fmt: skip
 # FILE.py:NAME of a person's own code, which studio never starts
-OWN_CODE = ("objective.path", "optim.path", "lora.init_path")
+OWN_CODE = ("objective.path", "optim.path", "lora.init_path", "rollout.rewards.path")
 # what a setting needs beside it
 NEEDS = {
     "eval.prompts": ["eval.fraction=0.1"], "deepspeed": ["strategy=deepspeed"],
@@ -70,6 +71,12 @@ def override(name: str, path: str) -> list[str]:
     """The overrides that set a setting to a path."""
     if name.startswith("data.sources."):
         return [f"data.sources=[{json.dumps({'path': 'chats.jsonl', name.rpartition('.')[2]: path})}]"]
+    if name == "rollout.rewards.path":
+        return [
+            "objective=grpo",
+            "rollout.rounds=1",
+            f"rollout.rewards=[{json.dumps({'path': f'{path}/mine.py:mine'})}]",
+        ]
     if name in OWN_CODE:
         return [f"{name}={json.dumps(f'{path}/mine.py:mine')}"]
     return [*NEEDS.get(name, []), f"{name}={json.dumps(path)}"]

@@ -99,7 +99,9 @@ def plain_step(tiny):
 
 def cut(plan: TrainingPlan, step: StepPlan, wanted: int) -> tuple[MicroBatch, ...]:
     """The step in as many micro-batches of whole units, of unequal sizes."""
-    items = plan.samples.take(plan.samples.indices_of(step.sample_ids)).items(plan.batch_layout.cost)
+    # also of losses whose passes may part units
+    samples = replace(plan.samples.take(plan.samples.indices_of(step.sample_ids)), parts_units=False)
+    items = samples.items(plan.batch_layout.cost)
     units = [[items[index] for index in bundle.members] for bundle in make_bundles(items)]
     bounds = [0, *(PER_STEP - wanted + one for one in range(1, wanted + 1))]
     parts = [[item for unit in units[first:last] for item in unit] for first, last in pairwise(bounds)]

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from warm_process import WarmProcess
 
 from flatout import load
+from flatout.config.folders import foreign_entries
 from flatout.config.read import dump_config, make_config
 from flatout.data.token_store import TokenStore
 from flatout.errors import CheckpointError, UsageError
@@ -209,6 +210,13 @@ def test_a_run_that_has_not_sampled_has_no_step_to_verify(world, capsys):
     file.write_text(dump_config(world("verified")))
     assert main(["verify", str(file)]) == 2
     assert "flatout replay" in capsys.readouterr().err
+
+
+def test_rounds_are_a_runs_own_so_that_a_restart_moves_them_away(ran):
+    assert foreign_entries(ran) == []
+    (mine := ran / "rollouts" / "mine.txt").write_text("")
+    assert foreign_entries(ran) == [mine]
+    mine.unlink()
 
 
 def test_rounds_and_their_answers_are_listed(ran, capsys):
