@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from typing import Any
@@ -63,23 +64,18 @@ def collect_round(
     def work() -> dict[str, Any]:
         with closing(journal):
             started = time.perf_counter()
-            mine = _deal(run, [at for at in range(len(numbers)) if at not in set(done[0])], numbers, lengths)
-            try:
-                num_tokens = _sample(run, prompts, index, [(at, int(numbers[at])) for at in mine], journal)
-                sampled = time.perf_counter()
-                unscored = _deal(run, sorted(set(done[0]) - set(done[1])), numbers, lengths)
-                groups = journal.groups()
-                counts = _score(run, prompts, [groups[at] for at in sorted({*mine, *unscored})], journal)
-            except _StopRequested:
-                return {"stopped": True}
+            mine = _deal(run, sorted({*range(len(numbers))} - {*done[0]}), numbers, lengths)
+            num_tokens = _sample(run, prompts, index, [(at, int(numbers[at])) for at in mine], journal)
+            sampled = time.perf_counter()
+            unscored = _deal(run, sorted({*done[0]} - {*done[1]}), numbers, lengths)
+            groups = journal.groups()
+            counts = _score(run, prompts, [groups[at] for at in sorted({*mine, *unscored})], journal)
         return {
             "sample_s": sampled - started, "score_s": time.perf_counter() - sampled, "num_tokens": num_tokens,
             "problems": counts,
         }  # fmt: skip
 
-    by_rank = group.run_on_all_ranks(work)
-    if any(one.get("stopped") for one in by_rank):
-        raise PassesStopped
+    by_rank = _unless_stopped(run, work)
 
     def write() -> str | None:
         groups = [one for _, one in sorted(journal.groups().items())]
@@ -99,8 +95,7 @@ def held_out_reward(run: TrainingRun, prompts: RolloutPrompts) -> float | None:
 
     Collective. None without a scored answer. Raises PassesStopped.
     """
-    started, group = time.perf_counter(), run.checkpoints.group
-    names = _names(run)
+    started, names = time.perf_counter(), _names(run)
 
     def work() -> dict[str, Any]:
         own = prompts.held_out_ids[run.rank.index :: run.rank.world].tolist()
@@ -110,15 +105,12 @@ def held_out_reward(run: TrainingRun, prompts: RolloutPrompts) -> float | None:
             if run.stop.requested:
                 raise _StopRequested
 
-        try:
-            run.reporter.phase("sampling answers to held-out prompts")
-            # numbers that no round draws by
-            keys = [-1 - number for number in own]
-            answers = _sampled(run, [one.token_ids for one in asked], 1, _params(run, prompts), keys, on_token)
-            pairs = [(prompt, completions[0]) for prompt, completions in zip(asked, answers, strict=True)]
-            scores = _rate(run, prompts, pairs)
-        except _StopRequested:
-            return {"stopped": True}
+        run.reporter.phase("sampling answers to held-out prompts")
+        # numbers that no round draws by
+        keys = [-1 - number for number in own]
+        answers = _sampled(run, [one.token_ids for one in asked], 1, _params(run, prompts), keys, on_token)
+        pairs = [(prompt, completions[0]) for prompt, completions in zip(asked, answers, strict=True)]
+        scores = _rate(run, prompts, pairs)
         rewards = [tuple(map(_number, row)) for row in scores.values.tolist()]
         totals = [_number(total) for total in scores.total.tolist()]
         groups = [
@@ -131,9 +123,7 @@ def held_out_reward(run: TrainingRun, prompts: RolloutPrompts) -> float | None:
             "shown": [asdict(one) for one in _shown(prompts, groups, names)],
         }
 
-    by_rank = group.run_on_all_ranks(work)
-    if any(one.get("stopped") for one in by_rank):
-        raise PassesStopped
+    by_rank = _unless_stopped(run, work)
     totals = np.array([total for one in by_rank for total in one["totals"]], np.float64)
     rewards = np.array([row for one in by_rank for row in one["rewards"]], np.float64)
     figures = _figures(totals, rewards, names)
@@ -145,6 +135,21 @@ def held_out_reward(run: TrainingRun, prompts: RolloutPrompts) -> float | None:
     )
     reward: float | None = figures["reward"]
     return reward
+
+
+def _unless_stopped(run: TrainingRun, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what `work` returns on each rank. Collective. Raises PassesStopped if a rank was asked to stop."""
+
+    def until_stopped() -> dict[str, Any] | None:
+        try:
+            return work()
+        except _StopRequested:
+            return None
+
+    by_rank = run.checkpoints.group.run_on_all_ranks(until_stopped)
+    if None in by_rank:
+        raise PassesStopped
+    return by_rank
 
 
 def identity_of(run: TrainingRun, prompts: RolloutPrompts, index: int) -> dict[str, Any]:
@@ -248,9 +253,9 @@ def _rate(run: TrainingRun, prompts: RolloutPrompts, asked: Sequence[tuple[RunPr
     return run.state.rewards.score(items, on_progress)
 
 
-def _score(run: TrainingRun, prompts: RolloutPrompts, groups: Sequence[Group], journal: Journal) -> dict[str, int]:
+def _score(run: TrainingRun, prompts: RolloutPrompts, groups: Sequence[Group], journal: Journal) -> Counter[str]:
     """Score groups, each of which is in the journal once it is; return how many problems each function had."""
-    problems: dict[str, int] = {}
+    problems = Counter[str]()
     for first in range(0, len(groups), SCORED_GROUPS):
         some = groups[first : first + SCORED_GROUPS]
         asked = [(prompts.prompts[one.prompt], one) for one in some]
@@ -260,8 +265,7 @@ def _score(run: TrainingRun, prompts: RolloutPrompts, groups: Sequence[Group], j
             own = slice(end - len(one.answers), end)
             rewards = tuple(tuple(map(_number, row)) for row in scores.values[own].tolist())
             journal.add(replace(one, rewards=rewards, totals=tuple(map(_number, scores.total[own].tolist()))))
-        for name, count in scores.problems.items():
-            problems[name] = problems.get(name, 0) + count
+        problems += scores.problems
     return problems
 
 
@@ -294,9 +298,6 @@ def _write(
     rewards = np.array([row for one in groups for row in one.rewards or ()], np.float64)
     lengths = np.array([len(answer.token_ids) for answer in answers])
     sampling = [one["sample_s"] for one in by_rank]
-    problems: dict[str, int] = {}
-    for name, count in (item for one in by_rank for item in one["problems"].items()):
-        problems[name] = problems.get(name, 0) + count
     record = RoundRecord(
         step=run.progress.step,
         round=index + 1,
@@ -307,7 +308,7 @@ def _write(
         cut_share=float(is_cut.mean()),
         no_signal_share=advantages.num_dropped / len(groups),
         num_trained=int(advantages.is_kept.sum()),
-        problems=problems,
+        problems=dict(sum((Counter(one["problems"]) for one in by_rank), Counter[str]())),
         sample_s=max(sampling),
         score_s=max(one["score_s"] for one in by_rank),
         wait_s=max(sampling) - sum(sampling) / len(sampling),
