@@ -302,7 +302,7 @@ BUGS = (
     Bug("a round's dropped groups not counted", "write_round", "advantages.count", "1.0", ROUND_STORE),
     Bug("temperature forgotten in sampling", "round_answers.py:_params", "rollout.temperature", "1.0", A_ROUND),
     Bug("temperature of a round forgotten in the loss", "Policy.for_rounds",
-        "{'temperature': temperature, 'longest': X}", "{'temperature': 1.0, 'longest': X}", A_ROUND),
+        "{'temperature': temperature, **X}", "{'temperature': 1.0, **X}", A_ROUND),
     Bug("two roundings of fused layers", "_block_in_turn", "out.addmm_(part, X)", "out.add_(part @ X)", ONE_ROUNDING),
 )  # fmt: skip
 
