@@ -227,18 +227,15 @@ _PLACES_MULTIPLE = 16
 _SLOTS_MULTIPLE = 16
 
 
-def open_slots(
-    model: SamplerModel, num_answers: int, longest: int, token_id: int, max_bytes: int | None = None
-) -> tuple[Slots, int]:
+def open_slots(model: SamplerModel, num_answers: int, longest: int, token_id: int) -> tuple[Slots, int]:
     """Return slots for answers of up to `longest` tokens with their prompts, and how many: as many as have room.
 
-    They take at most `max_bytes`, and MAX_SHARE of what is free. A pass over `token_id` finds out what layers keep of a
-    token. Raises NoRoomError if there is no room for one answer.
+    They take at most MAX_SHARE of what is free. A pass over `token_id` finds out what layers keep of a token. Raises
+    NoRoomError if there is no room for one answer.
     """
     length = longest + -longest % _PLACES_MULTIPLE
     num_bytes = _bytes_of_a_token(model, token_id) * length
-    free = int(MAX_SHARE * free_bytes(model.device))
-    budget = free if max_bytes is None else min(free, max_bytes)
+    budget = int(MAX_SHARE * free_bytes(model.device))
     wanted_slots = min(num_answers, MAX_SLOTS)
     # float8 products want a multiple of 16 rows
     unit = _SLOTS_MULTIPLE if model.device.type == "cuda" else 1

@@ -83,8 +83,6 @@ class InProcess:
     """
     slot_length: int = 0
     """Kept slots have room for at least so many tokens of an answer with its prompt."""
-    max_slot_bytes: int | None = None
-    """The most bytes of keys and values in slots; None: a share of what is free."""
     _kept: _KeptSlots | None = field(default=None, init=False, repr=False)
 
     def sample(
@@ -191,7 +189,7 @@ class InProcess:
         kept = None
         longest = max(longest, self.slot_length if self._keeps else 0)
         records = self.records and (self._keeps or max(answer.limit for answer in answers) >= MIN_RECORDED_TOKENS)
-        slots, num_slots = open_slots(model, len(answers), longest, answers[0].prompt_ids[0], self.max_slot_bytes)
+        slots, num_slots = open_slots(model, len(answers), longest, answers[0].prompt_ids[0])
         places = Places(slots, num_slots, longest, params, model, records=records)
         return _KeptSlots(places, len(answers), longest, draws, addresses)
 

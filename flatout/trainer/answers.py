@@ -109,12 +109,29 @@ def sampling(run: TrainingRun) -> Iterator[InProcess]:
 
 
 def sampler_of(run: TrainingRun) -> InProcess:
-    """Return the run's sampler, which is made once, and remembers between calls which backends are exact."""
+    """Return the run's sampler, which is made once, and remembers between calls which backends are exact.
+
+    On a GPU it keeps its slots and recorded steps from one round to the next; see `release_slots`.
+    """
     if run.state.sampler is None:
         # passes over sharded state wait for streams of their own, which a recording must not
         records = not run.planned.parallel_layout.shards_state
-        run.state.sampler = InProcess(sampler_model_of(run), records=records)
+        prompts, longest = run.planned.data.rollouts, 0
+        if prompts is not None:
+            longest = prompts.longest_answer(run.config.rollout.max_new_tokens, run.planned.shape.max_positions)
+        # steps under autocast are recorded again in each call
+        keeps = prompts is not None and run.device.type == "cuda" and not run.autocast
+        run.state.sampler = InProcess(sampler_model_of(run), records=records, keeps_slots=keeps, slot_length=longest)
     return run.state.sampler
+
+
+def release_slots(run: TrainingRun) -> None:
+    """Free the sampler's slots, unless a step's planned temporaries fit in the memory beside them."""
+    release_memory(run)
+    largest, sampler = run.plan.largest_pass, run.state.sampler
+    estimate = None if largest is None else run.planned.memory.estimate(largest[2].size)
+    if sampler and estimate and estimate.temporary_bytes > torch.cuda.mem_get_info(run.device)[0]:
+        sampler.release()
 
 
 def sampler_model_of(run: TrainingRun) -> SamplerModel:

@@ -38,6 +38,11 @@ class RolloutPrompts:
         """Return the prompts of a round, by their numbers in `prompts`, int64 (prompts,)."""
         return self.train_ids[self.rounds.places(index, seed)]
 
+    def longest_answer(self, max_new_tokens: int, max_positions: int | None) -> int:
+        """Return the most tokens of an answer with its prompt."""
+        longest = int(self.prompts.lengths.max()) + max_new_tokens
+        return min(longest, max_positions or longest)
+
     def text_of(self, answer: Completion) -> str:
         """Return what an answer says, without special tokens."""
         return str(self.tokenizer.decode(list(answer.answer_ids), skip_special_tokens=True))
@@ -78,7 +83,7 @@ def bounds_store(prompts: RolloutPrompts, max_new_tokens: int, max_positions: in
     rounds, meta = prompts.rounds, prompts.prompts.meta
     longest = prompts.prompts.ids_of(int(np.argmax(prompts.prompts.lengths)))
     num_prompt, num_units = len(longest), rounds.units_per_step
-    length = min(num_prompt + max_new_tokens, max_positions or num_prompt + max_new_tokens)
+    length = prompts.longest_answer(max_new_tokens, max_positions)
     count = num_units * rounds.group
     per: dict[str, int] = {"token": length * count, "sample": count, "unit": num_units}
     extra = {name: np.zeros(per[column.per], column.stored) for name, column in COLUMNS.items()}

@@ -28,8 +28,8 @@ from flatout.rollout.collect import Group, Journal, journal_folder, write_round
 from flatout.rollout.rewards.pool import Item, Scores
 from flatout.rollout.sampler import Completion, NoRoomError, SamplingParams
 from flatout.track.record import HeldOutRecord, RatedAnswer, RoundRecord
-from flatout.trainer.answers import sampling
-from flatout.trainer.passes import PassesStopped, release_memory
+from flatout.trainer.answers import release_slots, sampling
+from flatout.trainer.passes import PassesStopped
 from flatout.trainer.rollout_prompts import RolloutPrompts
 from flatout.trainer.state import TrainingRun
 
@@ -233,8 +233,7 @@ def _sampled(
         fix = Fix({"recompute": "full"})
         raise ResourceError(why, [fix]) from error
     finally:
-        # the keys and values of answers leave the memory to the steps
-        release_memory(run)
+        release_slots(run)
 
 
 def _rate(run: TrainingRun, prompts: RolloutPrompts, asked: Sequence[tuple[RunPrompt, Completion]]) -> Scores:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from itertools import islice
 from typing import Self
 
 import numpy as np
@@ -112,6 +113,10 @@ class RoundPlan(BoundsPlan):
         samples = self.samples.take(np.arange(starts[unit], starts[end]))
         epoch = int(self.rounds.epochs_after(index))
         return next(assemble(samples, end - unit, self.batch_layout, epoch=epoch, first_index=index))
+
+    def sampled_steps(self, max_steps: int) -> Iterator[StepPlan]:
+        """Yield at most `max_steps` steps, the first ones."""
+        return islice(self.steps(), max_steps)
 
     def steps(self, start: int = 0) -> Iterator[StepPlan]:
         """Yield the round's steps from `start` on."""

@@ -328,6 +328,32 @@ def test_a_lora_run_samples_with_its_adapter(world, tiny):
     assert set(log.rounds[0].metrics) == {"reward/length"}
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="records CUDA graphs")
+@pytest.mark.parametrize("has_room", [True, False])
+def test_decoding_steps_are_recorded_once_a_run_where_memory_has_room_beside_steps(world, has_room, monkeypatch):
+    """Else once a round. The weights of each round are read, as its first step agrees with the sampler."""
+    made = list[int]()
+
+    class Counted(torch.cuda.CUDAGraph):
+        def __new__(cls, *args, **kwargs):
+            made.append(len(load(config.folder).log.rounds))
+            return super().__new__(cls, *args, **kwargs)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Counted)
+    if not has_room:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (0, 1))
+    config = world(
+        f"room-{has_room}", device="cuda", method="lora", lora={"rank": 4}, optim={"lr": 1e-2},
+        model={"precision": "bf16"}, compile="off", eval={"every_steps": None},
+        rollout={"rounds": 3, "steps": 1, "max_new_tokens": 40, "rewards": [{"kind": "length", "max_tokens": 20}]},
+    )  # fmt: skip
+    train(config)
+    assert set(made) == ({0} if has_room else {0, 1, 2})
+    for step in load(config.folder).log.steps:
+        assert step.metrics["mismatch/k3"] < 1e-2
+
+
 def test_the_reference_of_every_round_is_the_model_at_step_0_also_after_a_resume(world):
     def kls(name, **rollout):
         config = world(
