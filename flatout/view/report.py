@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from flatout.track.figures import short_count
 from flatout.track.record import Answer, describe_event
@@ -17,9 +17,10 @@ from flatout.view.charts import histogram, packing_lanes
 from flatout.view.curves import curves
 from flatout.view.page import render
 
-# of many answers to a prompt this many are side by side, and of many events the newest are listed
+# of many answers to a prompt, and of many rounds, this many are shown, and of many events the newest are listed
 MAX_ANSWERS, MAX_EVENTS = 6, 1000
 MAX_UNIX_S = 253_402_300_800.0  # the end of the year 9999
+T = TypeVar("T")
 _BADGES = {"complete": "good", "stopped": "", "failed": "bad", None: "live"}
 
 
@@ -32,9 +33,10 @@ def run_fragment(log: RunLog) -> str:
         lengths = histogram("Sample lengths", unit, plan.length_edges, plan.length_counts, "tokens in a sample")
         packing = packing_lanes(plan.packing, plan.padded)
     changed, answers, started = facts.changed_settings(settings), list(_answers(log)), facts.start_rows(log)
-    worst = log.evals[-1].worst if log.evals else ()
+    worst, sampled = log.evals[-1].worst if log.evals else (), [*log.held_out[-1:], *_spread(log.rounds)[::-1]]
     contents = (
-        ("curves", "Curves", True), ("answers", "Answers", answers), ("worst", "Worst samples", worst),
+        ("curves", "Curves", True), ("answers", "Answers", answers),
+        ("rounds", "Sampled answers", sampled), ("worst", "Worst samples", worst),
         ("plan", "Plan", log.start), ("start", "Start-up", started), ("packing", "Packing", packing),
         ("events", "Events", log.events), ("settings", "Settings", settings),
     )  # fmt: skip
@@ -52,6 +54,7 @@ def run_fragment(log: RunLog) -> str:
         lengths=lengths,
         packing=packing,
         answers=answers,
+        sampled=sampled,
         worst=worst,
         kinds=Counter(str(event.get("kind")) for event in log.events).most_common(),
         events=[_event(event) for event in log.events[-MAX_EVENTS:]],
@@ -101,9 +104,13 @@ def _answers(log: RunLog) -> Iterator[tuple[Answer, list[tuple[int, str]], list[
         for one in record.answers:
             answers.setdefault((one.prompt, one.pictures), []).append((record.step, one.answer))
     for prompt, every in answers.items():
-        count = min(MAX_ANSWERS, len(every))
-        shown = sorted({index * (len(every) - 1) // max(1, count - 1) for index in range(count)})
-        yield prompts[prompt], [every[index] for index in shown], every
+        yield prompts[prompt], _spread(every), every
+
+
+def _spread(items: Sequence[T]) -> list[T]:
+    """Return MAX_ANSWERS of the items, the first and the last too, or all."""
+    count = min(MAX_ANSWERS, len(items))
+    return [items[index * (len(items) - 1) // max(1, count - 1)] for index in range(count)]
 
 
 @dataclass(frozen=True, slots=True)

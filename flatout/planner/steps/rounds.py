@@ -72,6 +72,11 @@ class BoundsPlan(TrainingPlan):
         """Return the passes over the prompts that are complete after this step."""
         return self.rounds.epochs_after(step.index + 1)
 
+    @property
+    def takes_of_a_sample(self) -> float:
+        """How often the run takes each sample, which are those of any step."""
+        return self.num_steps
+
     def describe(self, ranks_per_group: int = 1) -> str:
         """Describe the plan in one line."""
         rounds = self.rounds

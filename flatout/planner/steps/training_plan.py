@@ -177,6 +177,11 @@ class TrainingPlan(PlannedSamples):
         done = (step.index % self.steps_per_epoch + 1) * self.batch.samples_per_step
         return step.epoch + min(1.0, done / self.num_units)
 
+    @property
+    def takes_of_a_sample(self) -> float:
+        """How often the whole run takes each sample, on average."""
+        return self.epoch_after(self.step(self.num_steps - 1))
+
     def naive_tokens(self, step: StepPlan) -> int:
         """Return the tokens, with padding, that a padding loader would compute for this step:
 

@@ -231,6 +231,9 @@ def test_rounds_and_their_answers_are_listed(ran, capsys):
     assert answers.best(1)[0].reward == rewards[0]
     assert f"reward {rewards[0]:.4g} (commas" in capsys.readouterr().out
     assert main(["rollouts", str(ran), "--round", "3"]) == 2
+    log = load(ran).log
+    assert log.start.plan.num_label_tokens == 2 * 2 * 2 * 3 * 6, "of every answer as long as it may be"
+    assert log.start.plan.num_tokens > sum(step.num_tokens for step in log.steps) > 0
 
 
 def test_a_round_without_a_signal_changes_nothing_and_is_counted(world, tiny):

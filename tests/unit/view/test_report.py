@@ -15,7 +15,7 @@ from synthetic_run import write_synthetic_run
 
 from flatout.cli.main import main
 from flatout.config.folders import run_identity
-from flatout.track.record import Answer, AnswersRecord
+from flatout.track.record import Answer, AnswersRecord, HeldOutRecord, RatedAnswer, RoundRecord
 from flatout.track.run_folder import RunFolderWriter
 from flatout.track.run_log import read_run
 from flatout.view.facts import changed_settings
@@ -118,6 +118,21 @@ def test_the_page_shows_the_figures_of_the_files(folder):
     assert f"{sum(len(batch) * max(batch) for batch in padded):,}" in page.texts
 
 
+def test_rounds_over_the_run_and_the_newest_held_out_prompts_show_their_answers(tmp_path):
+    folder = write_synthetic_run(tmp_path / "run", num_steps=20)
+    writer = RunFolderWriter(folder)
+    for index in range(20):
+        rated = (RatedAnswer(f"asked in {index}", f"said in {index}", index / 8, {"exact": None, "length": 1.0}),)
+        figures = dict.fromkeys(("num_unscored", "num_trained", "sample_s", "score_s", "wait_s"), 0)
+        rates = dict.fromkeys(("mean_answer_tokens", "cut_share", "no_signal_share", "new_tokens_per_s"), 1.0)
+        writer.on_round(RoundRecord(index, index + 1, None, 1, **figures, **rates, shown=rated))
+        writer.on_round(HeldOutRecord(index, 0.25, 0, 1.0, shown=()))
+    text = " ".join(Page(whole_page("run", run_fragment(read_run(folder)))).text.split())
+    assert re.findall("said in ([0-9]+)", text) == ["19", "15", "11", "7", "3", "0"]
+    assert "reward 0.375 · exact - · length 1 asked in 3 answer said in 3" in text
+    assert re.findall("Held-out prompts after step ([0-9]+) · mean reward 0.25", text) == ["19"]
+
+
 def test_what_a_run_says_cannot_become_markup(tmp_path):
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'"
     folder = write_synthetic_run(
@@ -125,6 +140,8 @@ def test_what_a_run_says_cannot_become_markup(tmp_path):
     )
     writer = RunFolderWriter(folder)
     writer.on_answers(AnswersRecord(30, (Answer(evil, f"\u202e{evil}\x1b[2J", evil),), 1.0))
+    rated = (RatedAnswer(evil, f"{evil}\x1b[2J", 0.5, {evil: None}),)
+    writer.on_round(HeldOutRecord(30, 0.5, 1, 1.0, shown=rated))
     writer.on_event(evil, {evil: evil})
     page = whole_page(evil, run_fragment(read_run(folder)))
     found = Page(page)
