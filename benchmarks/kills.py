@@ -2,6 +2,7 @@
 
     python benchmarks/kills.py --kills 50                           # one process, started again after each kill
     python benchmarks/kills.py --kills 20 --ranks 2 --save-every 5  # a random rank; the run recovers by itself
+    python benchmarks/kills.py --kills 60 --rounds 20               # of rollouts; then takes 20 steps again
     python benchmarks/kills.py --kills 1 --save-every 20 --max-steps 100 --rows alpaca.json \\
         --tokenizer QWEN3_TOKENIZER_DIR     # LoRA of a Qwen3-0.6B shape on real rows
 
@@ -9,6 +10,10 @@ A tiny model learns the demo's rows in fp32 unless `--rows` says which; settings
 true. One process saves at every step, so that about half of the kills land inside a save, and each of its lives is a
 forked child, so that it starts at once. With ranks, `--hang` stops one (SIGSTOP) instead, detection is the time from
 the signal to the first survivor's PeerLostError, and recovery that to the next finished step.
+
+A kill of `--rounds` (of two steps) lands anywhere once a life has sampled, scored, trained or saved anything. Answers
+that are sampled again have the same draws, but not always the last bit of their log-probabilities, as fewer are sampled
+at once; so it is also counted how many tokens differ from the undisturbed run's, and steps are replayed.
 """
 
 from __future__ import annotations
@@ -24,23 +29,32 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 from bench.shapes import SHAPES
+from rich.console import Console
 from safetensors.torch import load_file
 
 from flatout.config.read import load_config
+from flatout.data.token_store import TokenStore
+from flatout.demo.rounds import PROMPTS_FILE, write_tasks
 from flatout.demo.write import write_demo
 from flatout.errors import FlatoutError
 from flatout.launch.attempt import RankReport
+from flatout.track.console import ConsoleCallback
 from flatout.track.run_log import read_run
+from flatout.trainer.replay import replay
 from flatout.trainer.run import train
 
 DEADLINE_S = 180
+# of a round
+PROMPTS = 8
 
 
 def write_config(root: Path, name: str, args: argparse.Namespace) -> Path:
@@ -61,6 +75,13 @@ def write_config(root: Path, name: str, args: argparse.Namespace) -> Path:
         values["batch"]["micro_batch_tokens"] = 8192
     else:
         values |= {"device": "cpu", "method": "full", "compile": "off"}
+    if args.rounds:
+        values["data"]["sources"] = [{"path": str(root / "demo" / PROMPTS_FILE)}]
+        values["objective"], values["optim"] = "grpo", {"lr": 1e-3}
+        reward = {"kind": "regex", "pattern": "[0-9]"}
+        values["rollout"] = {"rounds": args.rounds, "prompts": PROMPTS, "group": 4, "steps": 2, "max_new_tokens": 24}
+        values["rollout"] |= {"rewards": [reward]}
+        values["checkpoint"]["keep"], values["batch"] = args.max_steps, {}
     if args.ranks > 1:
         values["gpus"] = list(range(args.ranks))
         values["faults"] = {"max_restarts": args.kills, "hang_s": args.hang_s}
@@ -124,6 +145,65 @@ def survive(config: Path, run_dir: Path, args: argparse.Namespace, draw: random.
     if os.waitpid(live(config, args.overrides), 0)[1]:
         sys.exit("the last life did not finish")
     return f"{args.kills} of {args.kills} kills resumed ({num_mid_save} struck inside a save)"
+
+
+def survive_rounds(config: Path, run_dir: Path, args: argparse.Namespace, draw: random.Random) -> str:
+    """Kill lives of a run of rounds, each after it left something new on disk; returns what was struck."""
+
+    def journal() -> tuple[int, int]:
+        """Groups that are sampled and scored in the round at hand."""
+        lines = [line for path in run_dir.glob("rollouts/.round-*/rank-*.jsonl") for line in path.open() if "[" in line]
+        groups = [json.loads(line) for line in lines[1:] if line.endswith("\n")]
+        return len({group[0] for group in groups}), sum(group[3] is not None for group in groups)
+
+    def progress() -> tuple[Any, ...]:
+        stores = sorted(path.name for path in run_dir.glob("rollouts/round-*"))
+        return stores, journal(), num_recorded(run_dir), saved_step(run_dir)
+
+    struck: Counter[str] = Counter()
+    for life in range(args.kills):
+        before, pid = progress(), live(config, args.overrides)
+        more_s = draw.choice((0.0, 0.02, 0.1, 0.3)) * draw.random()
+        while progress() == before:
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                sys.exit(f"life {life} ended by itself: {config.with_suffix('.out').read_text()[-2000:]}")
+            time.sleep(0.001)
+        time.sleep(more_s)
+        os.kill(pid, signal.SIGKILL)
+        if os.waitpid(pid, 0)[1] != signal.SIGKILL:
+            sys.exit(f"life {life} ended by itself")
+        (sampled, scored), in_round = journal(), bool(list(run_dir.glob("rollouts/.round-*")))
+        saving = any(".tmp-" in path.name for path in run_dir.glob("checkpoints/*"))
+        is_scoring = "scoring" if scored < PROMPTS else "writing a round"
+        of_round = "sampling" if sampled < PROMPTS else is_scoring
+        struck[of_round if in_round else "saving" if saving else "training"] += 1
+    if os.waitpid(live(config, args.overrides), 0)[1]:
+        sys.exit(f"the last life did not finish: {config.with_suffix('.out').read_text()[-2000:]}")
+    return f"{args.kills} of {args.kills} kills resumed: " + ", ".join(f"{n} {what}" for what, n in struck.items())
+
+
+def compare_rounds(one: Path, other: Path) -> None:
+    """Print how many sampled tokens of two runs differ, and their largest difference of log-probabilities."""
+    num_tokens = num_differ = 0
+    worst = 0.0
+    for folder in sorted(one.glob("rollouts/round-??????")):
+        a, b = TokenStore.open(folder), TokenStore.open(other / "rollouts" / folder.name)
+        same = np.array_equal(a.offsets, b.offsets) and np.array_equal(a.token_ids, b.token_ids)
+        num_tokens, num_differ = num_tokens + len(a.token_ids), num_differ + (0 if same else len(a.token_ids))
+        if same:
+            gap = np.abs(np.asarray(a.extra["sampler_logprob"]) - np.asarray(b.extra["sampler_logprob"]))
+            worst = max(worst, float(gap.max()))
+    print(f"{num_differ:,} of {num_tokens:,} tokens are in rounds that differ; log-probabilities within {worst:.1e}")
+
+
+def replay_steps(run_dir: Path, count: int) -> bool:
+    """Take the last steps of a run again, one by one; print and return whether all are equal to the bit."""
+    last = read_run(run_dir).steps[-1].step
+    with (run_dir / "replay.out").open("w") as out:
+        console = ConsoleCallback(Console(file=out))
+        equal = [replay(run_dir, step, console).is_equal for step in range(last - count + 1, last + 1)]
+    print(f"{sum(equal)} of {count} steps replayed equal to the bit")
+    return all(equal)
 
 
 def wait_until(ready: Callable[[], bool], run: subprocess.Popen[bytes], what: str) -> float:
@@ -216,6 +296,7 @@ def main() -> None:
     parser.add_argument("--hang-s", type=float, default=10.0)
     parser.add_argument("--steps-per-kill", type=int, help="10; of ranks 50")
     parser.add_argument("--max-steps", type=int, help="of the whole run, instead of --steps-per-kill")
+    parser.add_argument("--rounds", type=int, help="kill a run of so many rounds of rollouts")
     parser.add_argument("--save-every", type=int, default=1)
     parser.add_argument("--rows", type=Path, help="rows for a Qwen3-0.6B shape")
     parser.add_argument("--tokenizer", type=Path)
@@ -224,6 +305,7 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     per_kill = args.steps_per_kill or (10 if args.ranks == 1 else 50)
     args.max_steps = args.max_steps or per_kill * (args.kills + (args.ranks > 1))
+    args.max_steps = 2 * args.rounds if args.rounds else args.max_steps
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -232,8 +314,9 @@ def main() -> None:
             (root / "model" / "config.json").write_text(json.dumps(SHAPES["qwen3-0.6b"]))
         else:
             write_demo(root / "demo", 42, num_train=200 * args.ranks, num_held_out=10)
+            write_tasks(root / "demo", 42)
         killed, whole = (write_config(root, name, args) for name in ("killed", "whole"))
-        disturb = survive if args.ranks == 1 else recover
+        disturb = survive_rounds if args.rounds else survive if args.ranks == 1 else recover
         told, started_s = disturb(killed, root / "killed", args, random.Random(args.seed)), time.monotonic()
         failed = (
             os.waitpid(live(whole, args.overrides), 0)[1] if args.ranks == 1 else start(whole, args.overrides).wait()
@@ -242,6 +325,9 @@ def main() -> None:
             sys.exit(f"the undisturbed run failed:\n{whole.with_suffix('.out').read_text()[-2000:]}")
         print(speed("undisturbed", root / "whole", time.monotonic() - started_s))
         same = compare(root / "killed", root / "whole", args.max_steps)
+        if args.rounds:
+            compare_rounds(root / "killed", root / "whole")
+            same = replay_steps(root / "killed", 20)
     print(told)
     sys.exit(not same)
 

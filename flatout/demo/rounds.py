@@ -16,11 +16,13 @@ LEAST_RISE = 0.15
 
 
 def write_rounds(folder: Path, seed: int) -> None:
-    """Write the demo's inputs, and tasks with their answers of which no question is in the training data.
-
-    Raises UsageError as `write_once` does.
-    """
+    """Write the demo's inputs, and its tasks. Raises UsageError as `write_once` does."""
     write_demo(folder, seed)
+    write_tasks(folder, seed)
+
+
+def write_tasks(folder: Path, seed: int) -> None:
+    """Write tasks with their answers, of which no question is in the demo's training data."""
     tasks = sample_tasks(NUM_PROMPTS, seed)
     write_rows(folder / PROMPTS_FILE, ({"prompt": question, "answer": answer} for question, answer in tasks.items()))
 
