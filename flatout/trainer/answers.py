@@ -130,8 +130,10 @@ def release_slots(run: TrainingRun) -> None:
     release_memory(run)
     largest, sampler = run.plan.largest_pass, run.state.sampler
     estimate = None if largest is None else run.planned.memory.estimate(largest[2].size)
-    if sampler and estimate and estimate.temporary_bytes > torch.cuda.mem_get_info(run.device)[0]:
-        sampler.release()
+    if sampler and estimate:
+        kept_bytes = estimate.weights_bytes + estimate.adapter_bytes + estimate.optimizer_bytes
+        if estimate.total_bytes - kept_bytes > torch.cuda.mem_get_info(run.device)[0]:
+            sampler.release()
 
 
 def sampler_model_of(run: TrainingRun) -> SamplerModel:

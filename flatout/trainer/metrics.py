@@ -299,15 +299,18 @@ def plan_facts(planned: PlannedRun, config: Config) -> PlanFacts:
     lengths = plan.samples.lengths
     edges = np.unique(np.linspace(0, int(lengths.max()) + 1, NUM_LENGTH_BINS + 1).astype(np.int64))
     shown = [plan.step(index) for index in range(min(NUM_PACKED_STEPS, plan.num_steps))]
+    last = plan.step(plan.num_steps - 1)
+    # each step of rounds takes all samples of its bounds, however few prompts those are
+    takes = TrainingPlan.epoch_after(plan, last)
     return PlanFacts(
         num_steps=plan.num_steps,
         num_samples=plan.num_samples,
         num_eval_samples=sum(len(eval_set.step.sample_ids) for eval_set in planned.eval_sets),
         samples_per_step=config.batch.samples_per_step,
         micro_batch_tokens=plan.batch_layout.micro_batch_tokens,
-        epochs=plan.epoch_after(plan.step(plan.num_steps - 1)),
-        num_tokens=round(int(lengths.sum()) * plan.takes_of_a_sample),
-        num_label_tokens=round(int(plan.samples.num_label_tokens.sum()) * plan.takes_of_a_sample),
+        epochs=plan.epoch_after(last),
+        num_tokens=round(int(lengths.sum()) * takes),
+        num_label_tokens=round(int(plan.samples.num_label_tokens.sum()) * takes),
         padding_avoided=plan.padding_avoided(sampled),
         layout=plan.batch_layout.name,
         padding_share=padding_share(sampled),

@@ -85,7 +85,7 @@ def with_round(run: TrainingRun, index: int, store: TokenStore | None) -> Traini
     data = planned.data._replace(split=planned.data.split._replace(store=store))
     normalizers = make_normalizers(planned.objective, store)
     of_round = replace(run, planned=replace(planned, data=data, plan=steps, normalizers=normalizers))
-    compute_round_reference(of_round, map(steps.step, steps.numbers[max(0, run.progress.step - steps.numbers[0]) :]))
+    compute_round_reference(of_round, steps.steps(run.progress.step))
     return of_round
 
 

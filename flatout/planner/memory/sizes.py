@@ -58,11 +58,6 @@ class MemoryEstimate:
         never_together = min(self.gradients_bytes, self.activations_bytes) if self.in_turn else 0
         return self.state_bytes + self.activations_bytes + self.working_bytes - never_together
 
-    @property
-    def temporary_bytes(self) -> int:
-        """What a step allocates and frees, its gradients too."""
-        return self.total_bytes - self.weights_bytes - self.adapter_bytes - self.optimizer_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class Correction:

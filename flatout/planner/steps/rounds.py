@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from itertools import islice
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,10 +56,11 @@ class BoundsPlan(TrainingPlan):
     rounds: Rounds = field(kw_only=True)
 
     @classmethod
-    def of(cls, plan: TrainingPlan, rounds: Rounds) -> Self:
-        """Return the plan of one round's bounds as that of the whole run."""
-        values = {one.name: getattr(plan, one.name) for one in fields(TrainingPlan)}
-        return cls(**{**values, "num_steps": rounds.num_rounds * rounds.steps}, rounds=rounds)
+    def of(cls, plan: TrainingPlan, rounds: Rounds, **values: Any) -> Self:
+        """Return the plan of one round's bounds as that of the whole run, or with other `values`."""
+        own = {one.name: getattr(plan, one.name) for one in fields(TrainingPlan)}
+        own["num_steps"] = rounds.num_rounds * rounds.steps
+        return cls(**{**own, **values}, rounds=rounds)
 
     @property
     def batch_bounds(self) -> dict[str, int]:
@@ -71,11 +71,6 @@ class BoundsPlan(TrainingPlan):
     def epoch_after(self, step: StepPlan) -> float:
         """Return the passes over the prompts that are complete after this step."""
         return self.rounds.epochs_after(step.index + 1)
-
-    @property
-    def takes_of_a_sample(self) -> float:
-        """How often the run takes each sample, which are those of any step."""
-        return self.num_steps
 
     def describe(self, ranks_per_group: int = 1) -> str:
         """Describe the plan in one line."""
@@ -88,8 +83,7 @@ class BoundsPlan(TrainingPlan):
 
     def of_round(self, index: int, samples: Samples) -> RoundPlan:
         """Return the steps of a round with these samples, which may be none."""
-        values = {one.name: getattr(self, one.name) for one in fields(TrainingPlan)}
-        return RoundPlan(**{**values, "samples": samples}, rounds=self.rounds, index=index)
+        return RoundPlan.of(self, self.rounds, samples=samples, index=index)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +105,7 @@ class RoundPlan(BoundsPlan):
         """Return the plan of one step of the run. Raises IndexError for one of another round."""
         if index not in self.numbers:
             raise IndexError(f"step {index} is not one of round {self.index}")
-        place, starts = index - self.numbers[0], np.append(self.samples.unit_starts, len(self.samples))
+        place, starts = index - self.numbers.start, np.append(self.samples.unit_starts, len(self.samples))
         unit, end = (number * self.num_units // self.rounds.steps for number in (place, place + 1))
         if unit == end:
             return StepPlan(index, self.index, (), 0, 0, ((),) * self.batch_layout.num_ranks, 1.0)
@@ -119,12 +113,6 @@ class RoundPlan(BoundsPlan):
         epoch = int(self.rounds.epochs_after(index))
         return next(assemble(samples, end - unit, self.batch_layout, epoch=epoch, first_index=index))
 
-    def sampled_steps(self, max_steps: int) -> Iterator[StepPlan]:
-        """Yield at most `max_steps` steps, the first ones."""
-        return islice(self.steps(), max_steps)
-
     def steps(self, start: int = 0) -> Iterator[StepPlan]:
         """Yield the round's steps from `start` on."""
-        first = self.index * self.rounds.steps
-        for index in range(max(first, start), first + self.rounds.steps):
-            yield self.step(index)
+        return map(self.step, range(max(self.numbers.start, start), self.numbers.stop))

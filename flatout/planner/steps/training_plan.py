@@ -147,6 +147,11 @@ class TrainingPlan(PlannedSamples):
         return {"max_documents": min(self.most_samples_per_step, most), "max_prefixes": 0}
 
     @property
+    def numbers(self) -> range:
+        """The steps of the run that it has: all of them."""
+        return range(self.num_steps)
+
+    @property
     def steps_per_epoch(self) -> int:
         return -(-self.num_units // self.batch.samples_per_step)
 
@@ -168,19 +173,14 @@ class TrainingPlan(PlannedSamples):
 
     def sampled_steps(self, max_steps: int) -> Iterator[StepPlan]:
         """Yield at most `max_steps` steps, evenly spaced from the first to the last."""
-        count = min(max_steps, self.num_steps)
+        count = min(max_steps, len(self.numbers))
         for index in range(count):
-            yield self.step(index * (self.num_steps - 1) // max(1, count - 1))
+            yield self.step(self.numbers[index * (len(self.numbers) - 1) // max(1, count - 1)])
 
     def epoch_after(self, step: StepPlan) -> float:
         """Return the passes over the data, counted in units, completed after this step."""
         done = (step.index % self.steps_per_epoch + 1) * self.batch.samples_per_step
         return step.epoch + min(1.0, done / self.num_units)
-
-    @property
-    def takes_of_a_sample(self) -> float:
-        """How often the whole run takes each sample, on average."""
-        return self.epoch_after(self.step(self.num_steps - 1))
 
     def naive_tokens(self, step: StepPlan) -> int:
         """Return the tokens, with padding, that a padding loader would compute for this step:
