@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import inspect
 import json
 import os
 import resource
 import signal
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -32,43 +33,54 @@ COMMAND = (
 # how much later than its parent would end it this process ends itself, which is for a parent that was killed
 _ORPHAN_S = 5.0
 _MAX_SAID = 300
+_NO_LIMIT = 1 << 62
 
+Call: TypeAlias = Sequence[Mapping[str, Any]]
+"""The answers that a function gets at once."""
 Scored: TypeAlias = list[float | str | None]
+"""For each answer of a call: a score, None, or a text that says what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Reward:
-    call: Callable[..., Any]
+    function: Callable[..., Any]
     signature: Signature
     path: Path
     """The file to name lines of, in errors."""
     seconds: float
     memory_bytes: int
 
-    def scores(self, items: Sequence[Mapping[str, Any]], runner: asyncio.Runner) -> Scored:
-        """Return what one call says of its answers: scores, None, and texts that say what is wrong."""
+    def scores(self, calls: Sequence[Call], runner: asyncio.Runner) -> list[Scored]:
+        """Return what each call says of its answers; async ones wait at the same time. Raises MemoryError."""
+        _limit_memory(self.memory_bytes)
         try:
-            result = self.call(**self.signature.arguments(items))
-            if inspect.isawaitable(result):
-                result = runner.run(self._awaited(result))
-            return values_of(result, self.signature, len(items))
+            # outside of the loop: a function may run one of its own
+            results = [self._called(items) for items in calls]
+            return runner.run(self._all_scores(results, calls))
+        finally:
+            _limit_memory(_NO_LIMIT)
+
+    def _called(self, items: Call) -> Any:
+        try:
+            return self.function(**self.signature.arguments(items))
         except BaseException as error:  # noqa: BLE001  (whatever a person's code raises, sys.exit too)
-            return [_said(error, self.path)] * len(items)
+            return error
 
-    async def scores_together(self, calls: Sequence[Sequence[Mapping[str, Any]]]) -> list[Scored]:
-        """Return what `scores` returns of each call; they wait at the same time."""
-        return list(await asyncio.gather(*map(self._scores, calls)))
+    async def _all_scores(self, results: Sequence[Any], calls: Sequence[Call]) -> list[Scored]:
+        return list(await asyncio.gather(*map(self._scores, results, map(len, calls))))
 
-    async def _scores(self, items: Sequence[Mapping[str, Any]]) -> Scored:
+    async def _scores(self, result: Any, num_answers: int) -> Scored:
         try:
-            result = await self._awaited(self.call(**self.signature.arguments(items)))
-            return values_of(result, self.signature, len(items))
+            if isinstance(result, BaseException):
+                raise result
+            if inspect.isawaitable(result):
+                async with asyncio.timeout(self.seconds):
+                    result = await result
+            return values_of(result, self.signature, num_answers)
         except BaseException as error:  # noqa: BLE001  (as above)
-            return [_said(error, self.path)] * len(items)
-
-    async def _awaited(self, result: Awaitable[Any]) -> Any:
-        async with asyncio.timeout(self.seconds):
-            return await result
+            if _is_of_memory(error):
+                raise MemoryError(_said(error, self.path)) from None
+            return [_said(error, self.path)] * num_answers
 
 
 def serve(fd: int) -> None:
@@ -77,14 +89,20 @@ def serve(fd: int) -> None:
         score = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
         os.write(score, b"1000")
         os.close(score)
-    rewards: list[_Reward] = []
+    rewards, own_pid = list[_Reward](), os.getpid()
     # one loop for all calls: a client that a person's code keeps belongs to the loop in which it was made
     with asyncio.Runner() as runner, Connection(fd) as parent, suppress(EOFError):
         while True:
             request = json.loads(parent.recv_bytes())
             signal.setitimer(signal.ITIMER_REAL, request["limit_s"] + _ORPHAN_S)
-            reply = _loaded(request, rewards) if "rewards" in request else _scored(request, rewards, runner)
+            try:
+                calls = request.get("calls")
+                reply = _loaded(request, rewards) if calls is None else rewards[request["reward"]].scores(calls, runner)
+            except MemoryError as error:
+                reply = str(error)  # a text ends this process, as what fills its memory would fail other calls
             signal.setitimer(signal.ITIMER_REAL, 0)
+            if os.getpid() != own_pid:
+                os._exit(0)  # a person's code has forked, and this is the copy
             parent.send_bytes(json.dumps(reply).encode())
 
 
@@ -110,19 +128,16 @@ def _loaded(request: Mapping[str, Any], rewards: list[_Reward]) -> Any:
     return [{"form": reward.signature.form, "is_async": reward.signature.is_async} for reward in rewards]
 
 
-def _scored(request: Mapping[str, Any], rewards: Sequence[_Reward], runner: asyncio.Runner) -> Any:
-    reward: _Reward = rewards[request["reward"]]
-    _limit_memory(reward.memory_bytes)
-    if reward.signature.is_async:
-        return runner.run(reward.scores_together(request["calls"]))
-    # outside of the loop: a function may run one of its own
-    return [reward.scores(items, runner) for items in request["calls"]]
-
-
 def _limit_memory(num_bytes: int) -> None:
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes if most < 0 else min(num_bytes, most), most))
+
+
+def _is_of_memory(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, MemoryError) and getattr(error, "errno", None) != errno.ENOMEM:
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _said(error: BaseException, path: Path) -> str:
