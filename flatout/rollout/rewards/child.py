@@ -6,7 +6,6 @@ Nothing of it is imported by a run but `COMMAND`. It imports neither torch nor p
 from __future__ import annotations
 
 import asyncio
-import base64
 import errno
 import inspect
 import json
@@ -34,6 +33,8 @@ COMMAND = (
 _ORPHAN_S = 5.0
 _MAX_SAID = 300
 _NO_LIMIT = 1 << 62
+FILE_ENCODING = "latin-1"
+"""Has a character for each byte of a file, which JSON can hold."""
 
 Call: TypeAlias = Sequence[Mapping[str, Any]]
 """The answers that a function gets at once."""
@@ -96,36 +97,38 @@ def serve(fd: int) -> None:
             request = json.loads(parent.recv_bytes())
             signal.setitimer(signal.ITIMER_REAL, request["limit_s"] + _ORPHAN_S)
             try:
-                calls = request.get("calls")
-                reply = _loaded(request, rewards) if calls is None else rewards[request["reward"]].scores(calls, runner)
-            except MemoryError as error:
-                reply = str(error)  # a text ends this process, as what fills its memory would fail other calls
+                if "calls" in request:
+                    reply: Any = rewards[request["reward"]].scores(request["calls"], runner)
+                else:
+                    rewards = [_loaded(given) for given in request["rewards"]]
+                    reply = [(reward.signature.form, reward.signature.is_async) for reward in rewards]
+            except (FlatoutError, MemoryError) as error:
+                reply = str(error)  # a text ends this process: what fills its memory would fail other calls, too
             signal.setitimer(signal.ITIMER_REAL, 0)
             if os.getpid() != own_pid:
                 os._exit(0)  # a person's code has forked, and this is the copy
             parent.send_bytes(json.dumps(reply).encode())
 
 
-def _loaded(request: Mapping[str, Any], rewards: list[_Reward]) -> Any:
-    for given in request["rewards"]:
-        _limit_memory(memory_bytes := int(given["memory_gb"] * (1 << 30)))
-        try:
-            if given["path"] is None:
-                function, path, name = make_ready(given), Path(__file__), given["kind"]
-            else:
-                content = base64.b64decode(given["content"])
-                path, name = Path(given["path"]), f"{given['path']}:{given['function']}"
-                code = OwnCode("rollout.rewards", "reward", path, given["function"], content, given["digest"])
-                if not callable(function := code.load()):
-                    what = "has no such function" if function is None else "is no function"
-                    raise UsageError(f"{name} {what}; define def {code.name}(answer, row) in it")
-            signature = signature_of(function, name)
-        except FlatoutError as error:
-            return {"kind": error.kind, "error": error.text}
-        except BaseException as error:  # noqa: BLE001  (whatever a person's code raises)
-            return {"kind": "UsageError", "error": f"{given['title']}: {_said(error, Path(given['path'] or __file__))}"}
-        rewards.append(_Reward(function, signature, path.absolute(), given["seconds"], memory_bytes))
-    return [{"form": reward.signature.form, "is_async": reward.signature.is_async} for reward in rewards]
+def _loaded(given: Mapping[str, Any]) -> _Reward:
+    """Load a function, within its limit of memory. Raises UsageError for one that cannot be used."""
+    _limit_memory(memory_bytes := int(given["memory_gb"] * (1 << 30)))
+    named = given["path"] or f"{__file__}:{given['kind']}"
+    file, _, name = named.rpartition(":")
+    try:
+        if given["path"] is None:
+            function = make_ready(given)
+        else:
+            content = given["content"].encode(FILE_ENCODING)
+            function = OwnCode("rollout.rewards", "reward", Path(file), name, content, given["digest"]).load()
+        if not callable(function):
+            what = "has no such function" if function is None else "is no function"
+            raise UsageError(f"{named} {what}; define def {name}(answer, row) in it")
+        return _Reward(function, signature_of(function, named), Path(file), given["seconds"], memory_bytes)
+    except FlatoutError:
+        raise
+    except BaseException as error:
+        raise UsageError(f"{given['title']}: {_said(error, Path(file))}") from error
 
 
 def _limit_memory(num_bytes: int) -> None:
@@ -145,5 +148,5 @@ def _said(error: BaseException, path: Path) -> str:
         text = str(error)
     except BaseException:  # noqa: BLE001  (its own __str__)
         text = ""
-    line = line_of(error, path.absolute())
+    line = line_of(error, path)
     return f"{type(error).__name__}: {text}"[:_MAX_SAID] + (f" ({path.name}{line})" if line else "")

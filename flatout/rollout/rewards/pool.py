@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import queue
@@ -16,7 +15,6 @@ from contextlib import suppress
 from itertools import chain, groupby
 from multiprocessing import Pipe
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
@@ -28,12 +26,12 @@ from flatout.data.prompts import RunPrompt
 from flatout.data.rows.converter import imported_files
 from flatout.data.workers import usable_procs
 from flatout.environment import environment_of_child
-from flatout.errors import Fix, UsageError, of_kind
+from flatout.errors import Fix, UsageError
 from flatout.io.bounded_wait import to_stderr
 from flatout.io.no_gpu import VISIBLE
 from flatout.io.own_files import start_python
 from flatout.io.redact import printable
-from flatout.rollout.rewards.child import COMMAND
+from flatout.rollout.rewards.child import COMMAND, FILE_ENCODING
 from flatout.rollout.rewards.ready import READY_REWARDS
 
 # for a file that is imported; beyond a call's own limit, where the child itself ends the call at that
@@ -128,10 +126,7 @@ class _Child:
             self._process = start_python(words, self._log_file, pass_fds=(theirs.fileno(),), env=env)
         reply = self._reply({"rewards": self._rewards}, LOAD_S)
         if isinstance(reply, str):
-            raise UsageError(f"the process that loads the reward functions {reply}; its output is in {self._log_file}")
-        if isinstance(reply, dict):
-            self.end()
-            raise of_kind(reply["kind"], reply["error"])
+            raise UsageError(f"rollout.rewards: {reply}; what functions print while they load is in {self._log_file}")
         return reply
 
     def ask(self, request: Mapping[str, Any], limit_s: float) -> Any:
@@ -146,7 +141,7 @@ class _Child:
             self._end.send_bytes(content)
             if self._end.poll(limit_s):
                 reply = json.loads(self._end.recv_bytes(MAX_REPLY_BYTES))
-                if isinstance(reply, str):  # memory ran out in it
+                if isinstance(reply, str):  # of no further use
                     self.end()
                 return reply
         except (OSError, EOFError, ValueError):
@@ -204,7 +199,8 @@ class Rewards:
         self._children = [_Child(described, log_file) for _ in range(usable_procs(num_procs))]
         # the last one that answered is asked first: further ones start only if there is work for them
         self._idle = queue.LifoQueue[_Child]()
-        self._forms: list[Mapping[str, Any]] = []
+        self._forms: list[tuple[str, bool]] = []
+        """Of each function, and whether it is async."""
 
     def __enter__(self) -> Self:
         for config in self._configs:
@@ -215,9 +211,7 @@ class Rewards:
             self._idle.put(child)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._end_all(END_S)
 
     def _end_all(self, wait_s: float = 0.0) -> None:
@@ -261,16 +255,16 @@ class Rewards:
     def _requests(self, items: Sequence[Item]) -> Iterator[_Request]:
         keys = [(item.prompt.origin, item.prompt.text) for item in items]
         groups = [tuple(group) for _, group in groupby(range(len(items)), keys.__getitem__)]
-        for reward, form in enumerate(self._forms):
-            calls = groups if form["form"] == "trl" else [(index,) for index in range(len(items))]
-            size = CALLS_TOGETHER if form["is_async"] else 1
+        for reward, (form, is_async) in enumerate(self._forms):
+            calls = groups if form == "trl" else [(index,) for index in range(len(items))]
+            size = CALLS_TOGETHER if is_async else 1
             yield from ((reward, tuple(calls[start : start + size])) for start in range(0, len(calls), size))
 
     def _ask(self, request: _Request, items: Sequence[Item]) -> tuple[_Request, Any]:
         """Ask a process that is idle; return the request with its outcome, as `Scores.note` takes it."""
         reward, calls = request
-        config, form = self._configs[reward], self._forms[reward]
-        bounds_itself = form["is_async"] or config.kind == "code"
+        config = self._configs[reward]
+        bounds_itself = self._forms[reward][1] or config.kind == "code"
         sent = [[_sent(items[index]) for index in call] for call in calls]
         child = self._idle.get_nowait()
         try:
@@ -281,11 +275,10 @@ class Rewards:
 
 def _described(config: RewardConfig, code: OwnCode | None) -> dict[str, Any]:
     described = config.model_dump(mode="json") | {"title": config.title}
-    if code is not None:
-        content = base64.b64encode(code.content).decode()
-        described |= {"path": str(code.path.absolute()), "function": code.name, "content": content}
-        described["digest"] = code.digest
-    return described
+    if code is None:
+        return described
+    path, content = f"{code.path.absolute()}:{code.name}", code.content.decode(FILE_ENCODING)
+    return described | {"path": path, "content": content, "digest": code.digest}
 
 
 def _sent(item: Item) -> dict[str, Any]:

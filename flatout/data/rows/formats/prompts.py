@@ -17,8 +17,8 @@ ASKED = ("prompt", "problem", "query", *PROMPTS[1:])
 
 def asks_by_text(row: Row) -> bool:
     """Whether a row of this format has its prompt as a text; a chat may be one too, as JSON."""
-    name = row.first(ASKED)
-    return isinstance(row.columns.get(name or ""), str) and name not in map(row.name, CHAT_COLUMNS)
+    name = row.first(ASKED) or ""
+    return isinstance(row.columns.get(name), str) and name not in map(row.name, CHAT_COLUMNS)
 
 
 def parse_prompt(row: Row) -> Conversation:
