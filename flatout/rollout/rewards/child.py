@@ -32,9 +32,8 @@ COMMAND = (
 # how much later than its parent would end it this process ends itself, which is for a parent that was killed
 _ORPHAN_S = 5.0
 _MAX_SAID = 300
-_NO_LIMIT = 1 << 62
+# of a file in JSON, one character a byte
 FILE_ENCODING = "latin-1"
-"""Has a character for each byte of a file, which JSON can hold."""
 
 Call: TypeAlias = Sequence[Mapping[str, Any]]
 """The answers that a function gets at once."""
@@ -59,7 +58,7 @@ class _Reward:
             results = [self._called(items) for items in calls]
             return runner.run(self._all_scores(results, calls))
         finally:
-            _limit_memory(_NO_LIMIT)
+            _limit_memory()
 
     def _called(self, items: Call) -> Any:
         try:
@@ -131,7 +130,7 @@ def _loaded(given: Mapping[str, Any]) -> _Reward:
         raise UsageError(f"{given['title']}: {_said(error, Path(file))}") from error
 
 
-def _limit_memory(num_bytes: int) -> None:
+def _limit_memory(num_bytes: int = 1 << 62) -> None:
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes if most < 0 else min(num_bytes, most), most))

@@ -239,7 +239,7 @@ class Rewards:
                     if (log := self._log_file).exists() and log.stat().st_size > MAX_LOG_BYTES:
                         os.truncate(log, 0)
                     with suppress(queue.Empty):
-                        (reward, calls), outcome = answered.get(timeout=POLL_S).result()
+                        (reward, calls), outcome = answered.get(timeout=POLL_S).result(timeout=0)
                         num_waiting -= 1
                         if isinstance(outcome, str) and len(calls) > 1:  # one of them, alone, is at fault
                             num_waiting += submit([(reward, (call,)) for call in calls])

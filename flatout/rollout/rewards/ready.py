@@ -101,8 +101,7 @@ def _validator(schema: Row) -> Callable[[Any], bool]:
         kind.check_schema(schema)
         is_valid(None)
     except (SchemaError, Unresolvable, RecursionError) as error:
-        why = getattr(error, "message", error)
-        raise UsageError(f"json_schema is no JSON schema that can be used: {why!s:.200}; correct it") from None
+        raise UsageError(f"json_schema cannot be used: {getattr(error, 'message', error)!s:.200}; correct it") from None
     return is_valid
 
 
