@@ -188,19 +188,24 @@ class Rewards:
         `num_procs` are the processes, None: one per core up to 16. Raises UsageError.
         """
         self._configs, self._log_file, self._log = configs, log_file, log
-        codes = [OwnCode.read(config.path, "rollout.rewards", "reward") if config.path else None for config in configs]
-        self.digests = {
-            file: digest
-            for code in filter(None, codes)
-            for file, digest in {str(code.path): code.digest, **imported_files(code)}.items()
-        }
+        self.digests = dict[str, str]()
         """The hash of each file of a function, and of the files beside it that it imports."""
-        described = [_described(config, code) for config, code in zip(configs, codes, strict=True)]
+        described = [self._described(config) for config in configs]
         self._children = [_Child(described, log_file) for _ in range(usable_procs(num_procs))]
         # the last one that answered is asked first: further ones start only if there is work for them
         self._idle = queue.LifoQueue[_Child]()
         self._forms: list[tuple[str, bool]] = []
         """Of each function, and whether it is async."""
+
+    def _described(self, config: RewardConfig) -> dict[str, Any]:
+        """Return what a process is told of a function, whose file is read and hashed here."""
+        described = config.model_dump(mode="json") | {"title": config.title}
+        if config.path is None:
+            return described
+        code = OwnCode.read(config.path, "rollout.rewards", "reward")
+        self.digests |= {str(code.path): code.digest, **imported_files(code)}
+        path, content = f"{code.path.absolute()}:{code.name}", code.content.decode(FILE_ENCODING)
+        return described | {"path": path, "content": content, "digest": code.digest}
 
     def __enter__(self) -> Self:
         for config in self._configs:
@@ -271,14 +276,6 @@ class Rewards:
             return request, child.ask({"reward": reward, "calls": sent}, config.seconds + GRACE_S * bounds_itself)
         finally:
             self._idle.put(child)
-
-
-def _described(config: RewardConfig, code: OwnCode | None) -> dict[str, Any]:
-    described = config.model_dump(mode="json") | {"title": config.title}
-    if code is None:
-        return described
-    path, content = f"{code.path.absolute()}:{code.name}", code.content.decode(FILE_ENCODING)
-    return described | {"path": path, "content": content, "digest": code.digest}
 
 
 def _sent(item: Item) -> dict[str, Any]:
