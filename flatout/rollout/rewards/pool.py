@@ -102,8 +102,10 @@ class Scores:
                     text, [Fix({}, "correct it, or set its on_error to zero or skip, to count it and go on")]
                 )
             if not self.problems[config.title]:
-                fate = "scores 0" if config.on_error == "zero" else "is left out of the sum"
-                self._log(f"{text}; it {fate} (on_error: {config.on_error}), and further ones are only counted")
+                done = "scored 0" if config.on_error == "zero" else "left out of the sum"
+                self._log(
+                    f"{text}; {done} (on_error: {config.on_error}); further problems of it are counted, not shown"
+                )
             self.problems[config.title] += 1
             self.values[index, reward] = 0.0 if config.on_error == "zero" else np.nan
 
@@ -126,7 +128,7 @@ class _Child:
             self._process = start_python(words, self._log_file, pass_fds=(theirs.fileno(),), env=env)
         reply = self._reply({"rewards": self._rewards}, LOAD_S)
         if isinstance(reply, str):
-            raise UsageError(f"rollout.rewards: {reply}; what functions print while they load is in {self._log_file}")
+            raise UsageError(f"rollout.rewards, loading functions: {reply}; their output is in {self._log_file}")
         return reply
 
     def ask(self, request: Mapping[str, Any], limit_s: float) -> Any:
