@@ -22,9 +22,10 @@ from flatout.data.pictures.read import read_picture
 from flatout.data.readers import Readers, count_rows, most_rows
 from flatout.data.rows.converter import converted
 from flatout.data.rows.formats.advice import with_sources
+from flatout.data.rows.formats.fields import Row
 from flatout.data.rows.formats.parser import RowParser
 from flatout.data.rows.formats.pictures import MARK, is_picture_column
-from flatout.data.rows.formats.prompts import PROMPTED
+from flatout.data.rows.formats.prompts import PROMPTED, asks_by_text
 from flatout.data.rows.read import RawRow
 from flatout.data.rows.sources import open_source
 from flatout.data.token_store import StoreMeta
@@ -51,6 +52,8 @@ class RunPrompt(NamedTuple):
     row: dict[str, Any]
     origin: Origin
     pictures: tuple[bytes, ...]
+    is_text: bool
+    """Whether its row has it as a text, not as turns: TRL tells the two apart."""
 
     @property
     def text(self) -> str:
@@ -58,11 +61,6 @@ class RunPrompt(NamedTuple):
         if len(self.messages) == 1:
             return self.messages[0]["content"]
         return "\n".join(f"{turn['role']}: {turn['content']}" for turn in self.messages)
-
-    @property
-    def turns(self) -> Sequence[Mapping[str, Any]] | None:
-        """The turns of a conversation; None for a prompt that its row has as a text, as TRL tells them apart."""
-        return None if isinstance(self.row.get("prompt"), str) else self.messages
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,8 @@ class PromptSet:
             raise DataError(f"{raw.origin}: a file of its pictures has changed since the run began; put it back")
         messages = tuple({"role": m.role, "content": m.content.replace(PICTURE, MARK)} for m in sample.messages)
         ids = tuple(self.ids_of(number).tolist())
-        return RunPrompt(ids, messages, json.loads(_json_of(raw)), raw.origin, tuple(file.content for file in files))
+        row, shown = json.loads(_json_of(raw)), tuple(file.content for file in files)
+        return RunPrompt(ids, messages, row, raw.origin, shown, asks_by_text(Row(raw.columns, parser.options)))
 
     @cached_property
     def fingerprint(self) -> str:

@@ -238,10 +238,7 @@ def _sampled(
 
 def _rate(run: TrainingRun, prompts: RolloutPrompts, asked: Sequence[tuple[RunPrompt, Completion]]) -> Scores:
     """Score answers in the processes of the reward functions. Raises _StopRequested."""
-    items = [
-        Item(prompt.text, prompts.text_of(answer), answer.token_ids, prompt.row, str(prompt.origin), prompt.turns)
-        for prompt, answer in asked
-    ]
+    items = [Item(prompt, prompts.text_of(answer), answer.token_ids) for prompt, answer in asked]
 
     def on_progress(num_done: int) -> None:
         run.reporter.phase("scoring answer", num_done, len(items))

@@ -6,13 +6,13 @@ Nothing of it is imported by a run but `COMMAND`. It imports neither torch nor p
 from __future__ import annotations
 
 import asyncio
-import base64
+import errno
 import inspect
 import json
 import os
 import resource
 import signal
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -32,43 +32,55 @@ COMMAND = (
 # how much later than its parent would end it this process ends itself, which is for a parent that was killed
 _ORPHAN_S = 5.0
 _MAX_SAID = 300
+# of a file in JSON, one character a byte
+FILE_ENCODING = "latin-1"
 
+Call: TypeAlias = Sequence[Mapping[str, Any]]
+"""The answers that a function gets at once."""
 Scored: TypeAlias = list[float | str | None]
+"""For each answer of a call: a score, None, or a text that says what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Reward:
-    call: Callable[..., Any]
+    function: Callable[..., Any]
     signature: Signature
     path: Path
     """The file to name lines of, in errors."""
     seconds: float
     memory_bytes: int
 
-    def scores(self, items: Sequence[Mapping[str, Any]], runner: asyncio.Runner) -> Scored:
-        """Return what one call says of its answers: scores, None, and texts that say what is wrong."""
+    def scores(self, calls: Sequence[Call], runner: asyncio.Runner) -> list[Scored]:
+        """Return what each call says of its answers; async ones wait at the same time. Raises MemoryError."""
+        _limit_memory(self.memory_bytes)
         try:
-            result = self.call(**self.signature.arguments(items))
-            if inspect.isawaitable(result):
-                result = runner.run(self._awaited(result))
-            return values_of(result, self.signature, len(items))
+            # outside of the loop: a function may run one of its own
+            results = [self._called(items) for items in calls]
+            return runner.run(self._all_scores(results, calls))
+        finally:
+            _limit_memory()
+
+    def _called(self, items: Call) -> Any:
+        try:
+            return self.function(**self.signature.arguments(items))
         except BaseException as error:  # noqa: BLE001  (whatever a person's code raises, sys.exit too)
-            return [_said(error, self.path)] * len(items)
+            return error
 
-    async def scores_together(self, calls: Sequence[Sequence[Mapping[str, Any]]]) -> list[Scored]:
-        """Return what `scores` returns of each call; they wait at the same time."""
-        return list(await asyncio.gather(*map(self._scores, calls)))
+    async def _all_scores(self, results: Sequence[Any], calls: Sequence[Call]) -> list[Scored]:
+        return list(await asyncio.gather(*map(self._scores, results, map(len, calls))))
 
-    async def _scores(self, items: Sequence[Mapping[str, Any]]) -> Scored:
+    async def _scores(self, result: Any, num_answers: int) -> Scored:
         try:
-            result = await self._awaited(self.call(**self.signature.arguments(items)))
-            return values_of(result, self.signature, len(items))
+            if isinstance(result, BaseException):
+                raise result
+            if inspect.isawaitable(result):
+                async with asyncio.timeout(self.seconds):
+                    result = await result
+            return values_of(result, self.signature, num_answers)
         except BaseException as error:  # noqa: BLE001  (as above)
-            return [_said(error, self.path)] * len(items)
-
-    async def _awaited(self, result: Awaitable[Any]) -> Any:
-        async with asyncio.timeout(self.seconds):
-            return await result
+            if _is_of_memory(error):
+                raise MemoryError(_said(error, self.path)) from None
+            return [_said(error, self.path)] * num_answers
 
 
 def serve(fd: int) -> None:
@@ -77,52 +89,57 @@ def serve(fd: int) -> None:
         score = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
         os.write(score, b"1000")
         os.close(score)
-    rewards: list[_Reward] = []
+    rewards, own_pid = list[_Reward](), os.getpid()
     # one loop for all calls: a client that a person's code keeps belongs to the loop in which it was made
     with asyncio.Runner() as runner, Connection(fd) as parent, suppress(EOFError):
         while True:
             request = json.loads(parent.recv_bytes())
             signal.setitimer(signal.ITIMER_REAL, request["limit_s"] + _ORPHAN_S)
-            reply = _loaded(request, rewards) if "rewards" in request else _scored(request, rewards, runner)
+            try:
+                if "calls" in request:
+                    reply: Any = rewards[request["reward"]].scores(request["calls"], runner)
+                else:
+                    rewards = [_loaded(given) for given in request["rewards"]]
+                    reply = [(reward.signature.form, reward.signature.is_async) for reward in rewards]
+            except (FlatoutError, MemoryError) as error:
+                reply = str(error)  # a text ends this process: what fills its memory would fail other calls, too
             signal.setitimer(signal.ITIMER_REAL, 0)
+            if os.getpid() != own_pid:
+                os._exit(0)  # a person's code has forked, and this is the copy
             parent.send_bytes(json.dumps(reply).encode())
 
 
-def _loaded(request: Mapping[str, Any], rewards: list[_Reward]) -> Any:
-    for given in request["rewards"]:
-        _limit_memory(memory_bytes := int(given["memory_gb"] * (1 << 30)))
-        try:
-            if given["path"] is None:
-                function, path, name = make_ready(given), Path(__file__), given["kind"]
-            else:
-                content = base64.b64decode(given["content"])
-                path, name = Path(given["path"]), f"{given['path']}:{given['function']}"
-                code = OwnCode("rollout.rewards", "reward", path, given["function"], content, given["digest"])
-                if not callable(function := code.load()):
-                    what = "has no such function" if function is None else "is no function"
-                    raise UsageError(f"{name} {what}; define def {code.name}(answer, row) in it")
-            signature = signature_of(function, name)
-        except FlatoutError as error:
-            return {"kind": error.kind, "error": error.text}
-        except BaseException as error:  # noqa: BLE001  (whatever a person's code raises)
-            return {"kind": "UsageError", "error": f"{given['title']}: {_said(error, Path(given['path'] or __file__))}"}
-        rewards.append(_Reward(function, signature, path.absolute(), given["seconds"], memory_bytes))
-    return [{"form": reward.signature.form, "is_async": reward.signature.is_async} for reward in rewards]
+def _loaded(given: Mapping[str, Any]) -> _Reward:
+    """Load a function, within its limit of memory. Raises UsageError for one that cannot be used."""
+    _limit_memory(memory_bytes := int(given["memory_gb"] * (1 << 30)))
+    named = given["path"] or f"{__file__}:{given['kind']}"
+    file, _, name = named.rpartition(":")
+    try:
+        if given["path"] is None:
+            function = make_ready(given)
+        else:
+            content = given["content"].encode(FILE_ENCODING)
+            function = OwnCode("rollout.rewards", "reward", Path(file), name, content, given["digest"]).load()
+        if not callable(function):
+            what = "has no such function" if function is None else "is no function"
+            raise UsageError(f"{named} {what}; define def {name}(answer, row) in it")
+        return _Reward(function, signature_of(function, named), Path(file), given["seconds"], memory_bytes)
+    except FlatoutError:
+        raise
+    except BaseException as error:
+        raise UsageError(f"{given['title']}: {_said(error, Path(file))}") from error
 
 
-def _scored(request: Mapping[str, Any], rewards: Sequence[_Reward], runner: asyncio.Runner) -> Any:
-    reward: _Reward = rewards[request["reward"]]
-    _limit_memory(reward.memory_bytes)
-    if reward.signature.is_async:
-        return runner.run(reward.scores_together(request["calls"]))
-    # outside of the loop: a function may run one of its own
-    return [reward.scores(items, runner) for items in request["calls"]]
-
-
-def _limit_memory(num_bytes: int) -> None:
+def _limit_memory(num_bytes: int = 1 << 62) -> None:
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes if most < 0 else min(num_bytes, most), most))
+
+
+def _is_of_memory(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, MemoryError) and getattr(error, "errno", None) != errno.ENOMEM:
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _said(error: BaseException, path: Path) -> str:
@@ -130,5 +147,5 @@ def _said(error: BaseException, path: Path) -> str:
         text = str(error)
     except BaseException:  # noqa: BLE001  (its own __str__)
         text = ""
-    line = line_of(error, path.absolute())
+    line = line_of(error, path)
     return f"{type(error).__name__}: {text}"[:_MAX_SAID] + (f" ({path.name}{line})" if line else "")

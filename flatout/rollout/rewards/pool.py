@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import queue
@@ -11,30 +10,28 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain, groupby
 from multiprocessing import Pipe
 from pathlib import Path
-from threading import Event
-from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flatout.config.own_code import OwnCode
 from flatout.config.rewards import RewardConfig
+from flatout.data.prompts import RunPrompt
 from flatout.data.rows.converter import imported_files
 from flatout.data.workers import usable_procs
 from flatout.environment import environment_of_child
-from flatout.errors import Fix, UsageError, of_kind
+from flatout.errors import Fix, UsageError
 from flatout.io.bounded_wait import to_stderr
 from flatout.io.no_gpu import VISIBLE
 from flatout.io.own_files import start_python
 from flatout.io.redact import printable
-from flatout.rollout.rewards.child import COMMAND
+from flatout.rollout.rewards.child import COMMAND, FILE_ENCODING
 from flatout.rollout.rewards.ready import READY_REWARDS
 
 # for a file that is imported; beyond a call's own limit, where the child itself ends the call at that
@@ -51,22 +48,14 @@ _Request: TypeAlias = tuple[int, Calls]
 """A reward, and its calls."""
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(NamedTuple):
     """An answer to score. The answers to one prompt stand one after the other."""
 
-    prompt: str
-    """As text."""
+    prompt: RunPrompt
     answer: str
     """Without the stop token."""
     token_ids: Sequence[int]
     """Of the answer, a stop token included."""
-    row: Mapping[str, Any]
-    """The columns of the prompt's row; what JSON does not have reaches a function as text."""
-    origin: str
-    """Where the row was read, for messages; answers to one prompt have the same."""
-    messages: Sequence[Mapping[str, Any]] | None = None
-    """The prompt's turns; None for a prompt that is a text."""
 
 
 class Scores:
@@ -107,13 +96,16 @@ class Scores:
                 self.values[index, reward] = np.nan if value is None else value
                 continue
             item, what = self._items[index], f"reward {config.title}" + (f" ({config.path})" if config.path else "")
-            text = printable(f"{what}: {value}; prompt: {item.origin}; answer: {item.answer[:80]!r}")
+            text = printable(f"{what}: {value}; prompt: {item.prompt.origin}; answer: {item.answer[:80]!r}")
             if config.on_error == "stop":
                 raise UsageError(
                     text, [Fix({}, "correct it, or set its on_error to zero or skip, to count it and go on")]
                 )
             if not self.problems[config.title]:
-                self._log(f"{text}; it counts as on_error: {config.on_error}, as all of this round do")
+                done = "scored 0" if config.on_error == "zero" else "left out of the sum"
+                self._log(
+                    f"{text}; {done} (on_error: {config.on_error}); further problems of it are counted, not shown"
+                )
             self.problems[config.title] += 1
             self.values[index, reward] = 0.0 if config.on_error == "zero" else np.nan
 
@@ -136,10 +128,7 @@ class _Child:
             self._process = start_python(words, self._log_file, pass_fds=(theirs.fileno(),), env=env)
         reply = self._reply({"rewards": self._rewards}, LOAD_S)
         if isinstance(reply, str):
-            raise UsageError(f"the process that loads the reward functions {reply}; its output is in {self._log_file}")
-        if isinstance(reply, dict):
-            self.end()
-            raise of_kind(reply["kind"], reply["error"])
+            raise UsageError(f"rollout.rewards, loading functions: {reply}; their output is in {self._log_file}")
         return reply
 
     def ask(self, request: Mapping[str, Any], limit_s: float) -> Any:
@@ -153,7 +142,10 @@ class _Child:
         try:
             self._end.send_bytes(content)
             if self._end.poll(limit_s):
-                return json.loads(self._end.recv_bytes(MAX_REPLY_BYTES))
+                reply = json.loads(self._end.recv_bytes(MAX_REPLY_BYTES))
+                if isinstance(reply, str):  # of no further use
+                    self.end()
+                return reply
         except (OSError, EOFError, ValueError):
             return self.end(END_S)
         self.end()
@@ -173,8 +165,8 @@ class _Child:
             process.wait(END_S)
         if code is None:
             return "broke the connection to its process"
-        why = f"{signal.Signals(-code).name}; memory may be short" if code < 0 else f"exit code {code}"
-        return f"ended its process with {why}"
+        why = f"exit code {code}" if code >= 0 else f"signal {-code} ({signal.strsignal(-code)})"
+        return f"ended its process with {why}" + "; memory may be short" * (code == -signal.SIGKILL)
 
 
 class Rewards:
@@ -198,18 +190,24 @@ class Rewards:
         `num_procs` are the processes, None: one per core up to 16. Raises UsageError.
         """
         self._configs, self._log_file, self._log = configs, log_file, log
-        codes = [OwnCode.read(config.path, "rollout.rewards", "reward") if config.path else None for config in configs]
-        self.digests = {
-            file: digest
-            for code in filter(None, codes)
-            for file, digest in {str(code.path): code.digest, **imported_files(code)}.items()
-        }
+        self.digests = dict[str, str]()
         """The hash of each file of a function, and of the files beside it that it imports."""
-        described = [_described(config, code) for config, code in zip(configs, codes, strict=True)]
+        described = [self._described(config) for config in configs]
         self._children = [_Child(described, log_file) for _ in range(usable_procs(num_procs))]
         # the last one that answered is asked first: further ones start only if there is work for them
         self._idle = queue.LifoQueue[_Child]()
-        self._forms: list[Mapping[str, Any]] = []
+        self._forms: list[tuple[str, bool]] = []
+        """Of each function, and whether it is async."""
+
+    def _described(self, config: RewardConfig) -> dict[str, Any]:
+        """Return what a process is told of a function, whose file is read and hashed here."""
+        described = config.model_dump(mode="json") | {"title": config.title}
+        if config.path is None:
+            return described
+        code = OwnCode.read(config.path, "rollout.rewards", "reward")
+        self.digests |= {str(code.path): code.digest, **imported_files(code)}
+        path, content = f"{code.path.absolute()}:{code.name}", code.content.decode(FILE_ENCODING)
+        return described | {"path": path, "content": content, "digest": code.digest}
 
     def __enter__(self) -> Self:
         for config in self._configs:
@@ -220,9 +218,7 @@ class Rewards:
             self._idle.put(child)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self._end_all(END_S)
 
     def _end_all(self, wait_s: float = 0.0) -> None:
@@ -235,71 +231,60 @@ class Rewards:
         `on_progress` gets the number of answers that are scored, at least twice a second; what it raises, such as a
         request to stop, ends the calls and is raised. Raises UsageError for what goes wrong with on_error: stop.
         """
-        scores, requests = Scores(items, self._configs, self._log), [*self._requests(items)]
-        results, is_stopped = queue.SimpleQueue[tuple[_Request, Any]](), Event()
+        scores, answered = Scores(items, self._configs, self._log), queue.SimpleQueue[Future[tuple[_Request, Any]]]()
+        with ThreadPoolExecutor(len(self._children), "rewards") as threads:
 
-        def ask(request: _Request) -> None:
-            child = self._idle.get_nowait()
+            def submit(requests: Sequence[_Request]) -> int:
+                for request in requests:
+                    threads.submit(self._ask, request, items).add_done_callback(answered.put)
+                return len(requests)
+
             try:
-                results.put((request, "" if is_stopped.is_set() else self._ask(child, request, items)))
-            except Exception as error:  # noqa: BLE001  (raised below)
-                results.put((request, error))
-            finally:
-                self._idle.put(child)
-
-        threads, num_waiting = ThreadPoolExecutor(len(self._children), "rewards"), len(requests)
-        try:
-            for request in requests:
-                threads.submit(ask, request)
-            while num_waiting:
-                on_progress(scores.num_done)
-                if (log := self._log_file).exists() and log.stat().st_size > MAX_LOG_BYTES:
-                    os.truncate(log, 0)
-                with suppress(queue.Empty):
-                    (reward, calls), outcome = results.get(timeout=POLL_S)
-                    num_waiting -= 1
-                    if isinstance(outcome, Exception):
-                        raise outcome
-                    if isinstance(outcome, str) and len(calls) > 1:  # one of them, alone, is at fault
-                        num_waiting += len(calls)
-                        for call in calls:
-                            threads.submit(ask, (reward, (call,)))
-                    else:
-                        scores.note(reward, calls, outcome)
-        finally:
-            is_stopped.set()
-            threads.shutdown(wait=False, cancel_futures=True)
-            if num_waiting:
+                num_waiting = submit([*self._requests(items)])
+                while num_waiting:
+                    on_progress(scores.num_done)
+                    if (log := self._log_file).exists() and log.stat().st_size > MAX_LOG_BYTES:
+                        os.truncate(log, 0)
+                    with suppress(queue.Empty):
+                        (reward, calls), outcome = answered.get(timeout=POLL_S).result(timeout=0)
+                        num_waiting -= 1
+                        if isinstance(outcome, str) and len(calls) > 1:  # one of them, alone, is at fault
+                            num_waiting += submit([(reward, (call,)) for call in calls])
+                        else:
+                            scores.note(reward, calls, outcome)
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
                 self._end_all()
-            threads.shutdown()
+                raise
         on_progress(scores.num_done)
         return scores
 
     def _requests(self, items: Sequence[Item]) -> Iterator[_Request]:
-        keys = [(item.origin, item.prompt) for item in items]
+        keys = [(item.prompt.origin, item.prompt.text) for item in items]
         groups = [tuple(group) for _, group in groupby(range(len(items)), keys.__getitem__)]
-        for reward, form in enumerate(self._forms):
-            calls = groups if form["form"] == "trl" else [(index,) for index in range(len(items))]
-            size = CALLS_TOGETHER if form["is_async"] else 1
+        for reward, (form, is_async) in enumerate(self._forms):
+            calls = groups if form == "trl" else [(index,) for index in range(len(items))]
+            size = CALLS_TOGETHER if is_async else 1
             yield from ((reward, tuple(calls[start : start + size])) for start in range(0, len(calls), size))
 
-    def _ask(self, child: _Child, request: _Request, items: Sequence[Item]) -> Any:
-        (reward, calls), names = request, ["prompt", "answer", "row", "messages"]
-        config, form = self._configs[reward], self._forms[reward]
-        if form["form"] == "trl":
-            names.append("token_ids")
-        bounds_itself = form["is_async"] or config.kind == "code"
-        sent = [[{name: getattr(items[index], name) for name in names} for index in call] for call in calls]
-        return child.ask({"reward": reward, "calls": sent}, config.seconds + GRACE_S * bounds_itself)
+    def _ask(self, request: _Request, items: Sequence[Item]) -> tuple[_Request, Any]:
+        """Ask a process that is idle; return the request with its outcome, as `Scores.note` takes it."""
+        reward, calls = request
+        config = self._configs[reward]
+        bounds_itself = self._forms[reward][1] or config.kind == "code"
+        sent = [[_sent(items[index]) for index in call] for call in calls]
+        child = self._idle.get_nowait()
+        try:
+            return request, child.ask({"reward": reward, "calls": sent}, config.seconds + GRACE_S * bounds_itself)
+        finally:
+            self._idle.put(child)
 
 
-def _described(config: RewardConfig, code: OwnCode | None) -> dict[str, Any]:
-    described = config.model_dump(mode="json") | {"title": config.title}
-    if code is not None:
-        content = base64.b64encode(code.content).decode()
-        described |= {"path": str(code.path.absolute()), "function": code.name, "content": content}
-        described["digest"] = code.digest
-    return described
+def _sent(item: Item) -> dict[str, Any]:
+    prompt = item.prompt
+    turns = None if prompt.is_text else prompt.messages
+    given = {"prompt": prompt.text, "messages": turns, "row": prompt.row}
+    return {**given, "answer": item.answer, "token_ids": item.token_ids}
 
 
 def _plain(value: Any) -> Any:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from decimal import Decimal
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,15 @@ from typing import Any
 from flatout.errors import UsageError, install
 
 Row = Mapping[str, Any]
-# a sign is one only where no number or name stands before it, as in 10-4; commas are between thousands
-_NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,4})?", re.ASCII)
+# commas are between thousands; .5 does not follow a name or a dot
+_PLAIN = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)(?:[eE][-+]?\d{1,4})?"
+_NUMBER = re.compile(
+    # neither an exponent nor a part of a number; a sign is one only where no number or name stands before it: not 10-4
+    rf"(?<![\d^])(?<!\^{{)((?<![\w.)])[-+])?\\?[$€£¥]?(?:(\d+)(?: (?=\d+/\d)|(?=\\[dt]?frac)))?"
+    rf"({_PLAIN}(?:/{_PLAIN})*|\\[dt]?frac{{{_PLAIN}}}{{{_PLAIN}}})",
+    re.ASCII,
+)
+_MINUS = str.maketrans(dict.fromkeys("\u2212\u2013\ufe63\uff0d", "-"))
 _FENCED = re.compile(r"^```(?:python|py|json)?[ \t]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -41,16 +48,28 @@ def exact(answer: str, row: Row, *, field: str | None, pattern: str | None) -> b
 
 def number(answer: str, row: Row, *, field: str | None, pattern: str | None) -> bool:
     """The last number of the answer, after its last #### if it has one, equals that of the row's field; 1,000.0 is
-    1000."""
+    1000, 3/4 is .75, and $ and % are left out."""
     if (right := last_number(str(_field(row, field or "answer")))) is None:
         raise ValueError(f"the row's {field or 'answer'} has no number: {_field(row, field or 'answer')!r:.80}")
     return last_number(_part(answer, pattern)) == right
 
 
-def last_number(text: str) -> Decimal | None:
-    """Return the last number of a text, after its last `####` if it has one; None without any."""
-    numbers = _NUMBER.findall(text.rpartition("####")[2].replace("\u2212", "-"))
-    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+def last_number(text: str) -> Fraction | None:
+    """Return the last number of a text, after its last `####` if it has one; None without any.
+
+    A fraction is one number, also with a whole before it; of more than two numbers with slashes, as in a date, the last
+    one counts.
+    """
+    numbers = _NUMBER.findall(text.rpartition("####")[2].translate(_MINUS))
+    if not numbers:
+        return None
+    sign, whole, said = numbers[-1]
+    try:
+        *above, last = (Fraction(each.replace(",", "")) for each in re.findall(_PLAIN, said))
+        value = int(whole or 0) + (above[0] / last if len(above) == 1 and last else last)
+    except ValueError:  # more digits than Python reads
+        return None
+    return -value if sign == "-" else value
 
 
 def regex(answer: str, row: Row, *, pattern: str) -> bool:
@@ -61,10 +80,10 @@ def regex(answer: str, row: Row, *, pattern: str) -> bool:
 def json_schema(answer: str, row: Row, *, is_valid: Callable[[Any], bool]) -> bool:
     """The answer's last fenced block, else the whole answer, is JSON that the schema accepts."""
     try:
-        value = json.loads(_block(answer))
-    except (ValueError, RecursionError):
+        # int refuses NaN and Infinity, which JSON lacks
+        return is_valid(json.loads(_block(answer), parse_constant=int))
+    except (ValueError, ArithmeticError, RecursionError):  # also of numbers and depths that jsonschema cannot check
         return False
-    return is_valid(value)
 
 
 def _validator(schema: Row) -> Callable[[Any], bool]:
@@ -72,15 +91,17 @@ def _validator(schema: Row) -> Callable[[Any], bool]:
         from jsonschema import SchemaError
         from jsonschema.validators import validator_for
         from referencing import Registry
+        from referencing.exceptions import Unresolvable
     except ImportError:
         raise UsageError(f"kind: json_schema needs the package jsonschema; {install('jsonschema')}") from None
     kind = validator_for(schema)
-    try:
-        kind.check_schema(schema)
-    except SchemaError as error:
-        raise UsageError(f"json_schema is no JSON schema: {error.message}; correct it") from None
     # an empty registry: no address is fetched
     is_valid: Callable[[Any], bool] = kind(schema, registry=Registry()).is_valid
+    try:
+        kind.check_schema(schema)
+        is_valid(None)
+    except (SchemaError, Unresolvable, RecursionError) as error:
+        raise UsageError(f"json_schema cannot be used: {getattr(error, 'message', error)!s:.200}; correct it") from None
     return is_valid
 
 

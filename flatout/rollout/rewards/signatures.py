@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flatout.errors import UsageError
 
@@ -19,32 +18,19 @@ FORMS = (
 _TELLING = {"completions": "trl", "solution_str": "verl", "answer": "answer"}
 
 
-@dataclass(frozen=True, slots=True)
-class Signature:
+class Signature(NamedTuple):
     """How a reward function is called."""
 
     form: str
     """answer, trl or verl."""
     is_async: bool
-    names: frozenset[str]
-    """Its parameters."""
-    needed: frozenset[str]
-    """Those without a default."""
-    takes_any: bool
-    """Whether it also takes keywords that it does not name."""
+    names: frozenset[str] | None
+    """The parameters that it takes; None: any."""
 
     def arguments(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the keywords of a call: for all answers of a group in TRL's form, else for one.
-
-        Raises ValueError for a parameter that the rows have no column for.
-        """
+        """Return the keywords of a call: for all answers of a group in TRL's form, else for one."""
         given = _GIVEN[self.form](items)
-        if missing := sorted(self.needed - given.keys()):
-            raise ValueError(
-                f"it needs {', '.join(missing)}, but the row has {', '.join(items[0]['row']) or 'nothing'}"
-            )
-        takes_any = self.takes_any and self.form == "trl"
-        return given if takes_any else {name: given[name] for name in self.names & given.keys()}
+        return given if self.names is None else {name: given[name] for name in self.names & given.keys()}
 
 
 def _for_trl(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -85,11 +71,9 @@ def signature_of(function: Callable[..., Any], name: str) -> Signature:
     if form is None or (form == "answer" and "row" not in named):
         got = ", ".join(kinds) or "no parameters"
         raise UsageError(f"{name} has the parameters {got}, which is no known form; write it as {' or '.join(FORMS)}")
-    needed = {each.name for each in parameters if each.name in named and each.default is each.empty}
     call = function if inspect.isroutine(function) else type(function).__call__
-    is_async = inspect.iscoroutinefunction(inspect.unwrap(call))
-    takes_any = any(kind == kind.VAR_KEYWORD for kind in kinds.values())
-    return Signature(form, is_async, frozenset(named), frozenset(needed), takes_any)
+    takes_any = form == "trl" and any(kind == kind.VAR_KEYWORD for kind in kinds.values())
+    return Signature(form, inspect.iscoroutinefunction(inspect.unwrap(call)), None if takes_any else frozenset(named))
 
 
 def values_of(result: Any, signature: Signature, num_answers: int) -> list[float | str | None]:

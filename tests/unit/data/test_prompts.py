@@ -34,8 +34,11 @@ FORMS: dict[str, tuple[Row, list[Row]]] = {
                  [ASK, {"role": "assistant", "content": "yes"}, ASK]),
     "ShareGPT": ({"conversations": [{"from": "human", "value": "hello there"}], "id": "a"}, [ASK]),
     "parts": ({"prompt": [{"type": "text", "text": "hello "}, {"type": "text", "text": "there"}]}, [ASK]),
+    "a chat as JSON": ({"messages": json.dumps([ASK]), "answer": "yes"}, [ASK]),
     "a system column": ({"prompt": "hello there", "system": "be good"}, [SYSTEM, ASK]),
 }  # fmt: skip
+# what TRL's functions get as texts, whatever the column's name
+TEXTS = ("a text", "GSM8K", "problem and solution", "alpaca", "a system column")
 
 
 @pytest.fixture
@@ -58,6 +61,7 @@ def test_every_form_asks_its_turns_and_keeps_its_row(read, form, small_tokenizer
     assert list(prompt.token_ids) == small_tokenizer(text, add_special_tokens=False)["input_ids"]
     assert text.endswith("assistant\n")
     assert list(prompt.messages) == turns
+    assert prompt.is_text == (form in TEXTS)
     assert prompt.row == row
     assert str(prompt.origin).endswith("rows.jsonl:1")
 

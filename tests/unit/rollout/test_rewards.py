@@ -15,6 +15,8 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from flatout.config.rewards import RewardConfig, RewardList
+from flatout.data.conversation import Origin
+from flatout.data.prompts import RunPrompt
 from flatout.errors import UsageError
 from flatout.rollout.rewards.pool import Item, Rewards
 
@@ -55,9 +57,41 @@ HOSTILE = {
     "reads_input": "return float(input())",
     "missing_column": "return row['label']",
     "bad_number": "return Odd()",
+    "numpy_nan": "import numpy; return numpy.float32('nan')",
+    "coroutine_of_nothing": "return (yielded async for yielded in never())",
+    "never_ends": "return never()",
+    "ignores_its_end": "return stubborn()",
+    "exits_in_a_loop": "return exits_later()",
+    "forks_and_returns": "os.fork(); return float('nan')",
+    "forks_and_dies": "os.fork() or time.sleep(1000); os._exit(4)",
+    "many_children": "[subprocess.Popen(['sleep', '1000']) for _ in range(20)]; time.sleep(1000)",
+    "stops_itself": "os.kill(os.getpid(), signal.SIGSTOP)",
+    "ends_by_its_timer": "signal.setitimer(signal.ITIMER_REAL, 0.1); time.sleep(1000)",
+    "unknown_signal": "os.kill(os.getpid(), 37)",
+    "ignores_signals": "[signal.signal(each, signal.SIG_IGN) for each in (1, 2, 14, 15)]; time.sleep(1000)",
+    "replaces_json": "import json; json.dumps = None; return 1",
+    "floods": "print('x' * 10_000_000); return None + 1",
+    "group_of_errors": "raise BaseExceptionGroup('all', [KeyboardInterrupt(), ValueError()])",
+    "closed_loop": "asyncio.new_event_loop().close(); asyncio.get_running_loop()",
+}
+# what looks as odd, and is a score
+HARMLESS = {
+    "boolean": "return True",
+    "numpy_scalar": "import numpy; return numpy.bool_(True)",
+    "decimal": "import decimal; return decimal.Decimal('1.0')",
+    "lingers": "threading.Thread(target=time.sleep, args=(1000,)).start(); return 1",
+    "leaves_handlers": "signal.signal(signal.SIGALRM, lambda *_: 1 / 0); return 1",
+    "leaves_children": "subprocess.Popen(['sleep', '1000']); return 1",
+    "leaves_its_folder": "os.chdir('/'); return 1",
 }
 FILE = '''
-import os
+import asyncio, os, signal, subprocess, threading, time
+async def never(): await asyncio.Event().wait()
+async def stubborn():
+    while True:
+        try: await asyncio.sleep(1000)
+        except asyncio.CancelledError: pass
+async def exits_later(): raise SystemExit(0)
 class Unprintable(Exception):
     def __str__(self): raise RuntimeError
 class Odd:
@@ -70,13 +104,15 @@ def write_everywhere(content):
 print("this is no protocol", flush=True)
 ''' + "".join(
     f"def {name}(answer, row):\n    print(answer, flush=True)\n    if answer != 'bad': return 1\n    {body}\n"
-    for name, body in HOSTILE.items()
+    for name, body in (HOSTILE | HARMLESS).items()
 )  # fmt: skip
 
 
-def items(*answers, row=None, messages=None, origin="rows.jsonl:7"):
+def items(*answers, row=None, is_text=True, row_number=7):
     row = {"answer": "4", "number": 2} if row is None else row
-    return [Item("2 + 2?", answer, [1, 2, 3], row, origin, messages) for answer in answers]
+    turns = ({"role": "user", "content": "2 + 2?"},)
+    prompt = RunPrompt((), turns, row, Origin("rows.jsonl", row_number), (), is_text)
+    return [Item(prompt, answer, [1, 2, 3]) for answer in answers]
 
 
 def configs(*rewards):
@@ -98,7 +134,7 @@ def hostile(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hostile")
     (folder / "hostile.py").write_text(FILE)
     common = {"seconds": 2, "memory_gb": 2, "on_error": "skip"}
-    rewards = [{"path": f"{folder / 'hostile.py'}:{name}", **common} for name in HOSTILE]
+    rewards = [{"path": f"{folder / 'hostile.py'}:{name}", **common} for name in HOSTILE | HARMLESS]
     scores, lines = score(folder, rewards, items("good", "bad", "fine"), num_procs=2)
     return scores, lines, (folder / "rewards.log").read_text()
 
@@ -115,18 +151,25 @@ def test_a_hostile_function_is_named_and_counted_and_harms_no_other_answer(hosti
     assert len(line) < 1000
 
 
+@pytest.mark.parametrize("name", HARMLESS)
+def test_odd_functions_that_give_a_score_have_no_problem(hostile, name):
+    scores, _, _ = hostile
+    assert scores.values[:, list(HOSTILE | HARMLESS).index(name)].tolist() == [1, 1, 1]
+
+
 def test_what_functions_print_goes_to_the_log(hostile):
     assert "this is no protocol" in hostile[2]
 
 
 def test_what_is_not_scored_is_left_out_of_the_sum(hostile):
     scores, _, _ = hostile
-    np.testing.assert_array_equal(scores.total, [len(HOSTILE), math.nan, len(HOSTILE)])
+    num = len(HOSTILE) + len(HARMLESS)
+    np.testing.assert_array_equal(scores.total, [num, len(HARMLESS), num])
 
 
 FORMS = """
 import asyncio, functools, os, time
-loops = set()
+loops, held = set(), []
 def plain(answer, row): return len(answer) * row["number"]
 def with_default(answer, row, scale=10): return scale
 def trl(prompts, completions, completion_ids, number, **columns):
@@ -164,6 +207,9 @@ def dies_once(answer, row):
         open(answer, "w").close()
         os._exit(3)
     return 1
+def grows(answer, row):
+    if answer == "none": held.extend(bytearray(1 << 28) for _ in range(64))
+    return os.getpid()
 def no_form(prompt, response): return 1
 def no_row(answer): return 1
 not_callable = 3
@@ -198,8 +244,7 @@ def test_known_forms_get_what_their_parameters_say(forms):
 
 
 def test_a_chat_is_given_as_messages_and_groups_stay_together(forms):
-    turns = [{"role": "user", "content": "2 + 2?"}]
-    scored = items("4", messages=turns) + items("4", "none", messages=turns, origin="rows.jsonl:8")
+    scored = items("4", is_text=False) + items("4", "none", is_text=False, row_number=8)
     scores, _ = score(forms, named(forms, "trl"), scored)
     np.testing.assert_array_equal(scores.values[:, 0], [12, 22, 25])  # the length of the content and of the prompt
 
@@ -234,6 +279,14 @@ def test_a_process_that_died_is_started_again(forms, tmp_path):
         assert (again.total == 1).all()
         assert again.problems == {}
         assert pool.score([]).values.shape == (0, 1)
+
+
+def test_a_process_that_met_its_limit_of_memory_is_replaced(forms):
+    scores, lines = score(forms, named(forms, "grows", memory_gb=1), items("4", "none", "5", "6"))
+    before, bad, after, later = scores.values[:, 0]
+    assert math.isnan(bad)
+    assert before != after == later
+    assert "MemoryError" in lines[-1]
 
 
 @pytest.mark.parametrize(("on_error", "expected"), [("zero", [1, 0]), ("skip", [1, math.nan])])
@@ -327,6 +380,19 @@ READY = {
         ["so 1234", "1,234.0", "#### 1,234", "it is $1,234.", "3 and 1234%", "12.34e2"],
         ["1,234 or 5", "none", "-1234", "1 234", "123,4"],
     ),
+    **{
+        f"number {right}": ("number", {}, {"answer": right}, alike, others)
+        for right, (alike, others) in {
+            "0.5": (
+                [".5", "1/2", "50e-2", "\\frac{1}{2}", "it is .5."], ["5", "50%", "-.5", "a.5", "1 1/2", "2/1"],
+            ),
+            "-.5": (["-0.5", "(-.5)", "\u2212.5", "\u20131/2", "-$.50", "$-\\dfrac{1}{2}$"], [".5", "1-.5"]),
+            "1,234.5": (["1234.5", "$1,234.50", "1.2345e3", "\\$1,234.5"], ["1,2345", "234.5", "1.234,5"]),
+            "1.234e3": (["1234", "1,234.", "2468/2", "1234 m^2", "1234 cm^{3}"], ["1.234", "1.234e-3"]),
+            "5": (["$5", "\u20ac5", "5.", "5%", "10/2", "...5", "It is.5", "5/1/5"], ["-5", "5.5", "1/5", "5" * 5000]),
+            "1 3/4": (["7/4", "1.75", "1\\frac{3}{4}"], ["3/4", "13/4", "1", "4"]),
+        }.items()
+    },
     "negative number": ("number", {"field": "n"}, {"n": -5}, ["x=-5", "is \u22125", "(-5)"], ["10-5", "5", "a-5"]),
     "regex": (
         "regex", {"pattern": r"(?s)^<think>.*</think>"}, {}, ["<think>a\nb</think> c"], ["<think>", " <think></think>"],
@@ -391,12 +457,20 @@ SCHEMA = {"type": "object", "required": ["a"], "properties": {"a": {"type": "int
 def test_an_answer_is_held_against_a_schema(tmp_path):
     pytest.importorskip("jsonschema")
     answers = ['{"a": 1}', FENCED.format("json", '{"a": 2}'), '{"a": "1"}', "{}", "a", "[" * 100_000]
-    scores, _ = score(tmp_path, [{"kind": "json_schema", "json_schema": SCHEMA}], items(*answers))
-    np.testing.assert_array_equal(scores.total, [1, 1, 0, 0, 0, 0])
+    deep, big = "[" * 900 + "]" * 900, ["NaN", "1e400", "1" * 4000, "1" * 5000]
+    rewards = [
+        {"kind": "json_schema", "name": f"s{number}", "json_schema": schema}
+        for number, schema in enumerate((SCHEMA, {"items": {"$ref": "#"}, "multipleOf": 0.1}))
+    ]
+    scores, _ = score(tmp_path, rewards, items(*answers, deep, *big))
+    assert scores.problems == {}
+    np.testing.assert_array_equal(scores.values[:, 0], [1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0])
+    np.testing.assert_array_equal(scores.values[:, 1], [1, 1, 1, 1, 0, 0, 0, 0, 0, 0, 0])
 
 
-def test_a_wrong_schema_and_a_missing_package_are_refused(tmp_path, monkeypatch):
-    reward = {"kind": "json_schema", "json_schema": {"type": "no type"}}
+@pytest.mark.parametrize("schema", [{"type": "no type"}, {"$ref": "#"}, {"$ref": "http://x/y"}, {"pattern": "("}])
+def test_a_wrong_schema_and_a_missing_package_are_refused(tmp_path, monkeypatch, schema):
+    reward = {"kind": "json_schema", "json_schema": schema}
     with pytest.raises(UsageError, match="schema"):
         score(tmp_path, [reward], items("1"))
     (tmp_path / "jsonschema.py").write_text("raise ImportError")

@@ -7,12 +7,18 @@ from typing import Literal
 
 from flatout.data.conversation import Conversation
 from flatout.data.rows.formats.answers import PROMPTS, prompt_of
-from flatout.data.rows.formats.conversations import finished
+from flatout.data.rows.formats.conversations import CHAT_COLUMNS, finished
 from flatout.data.rows.formats.fields import FieldError, Row
 
 PROMPTED: Literal["prompts"] = "prompts"
 """The format's name."""
 ASKED = ("prompt", "problem", "query", *PROMPTS[1:])
+
+
+def asks_by_text(row: Row) -> bool:
+    """Whether a row of this format has its prompt as a text; a chat may be one too, as JSON."""
+    name = row.first(ASKED) or ""
+    return isinstance(row.columns.get(name), str) and name not in map(row.name, CHAT_COLUMNS)
 
 
 def parse_prompt(row: Row) -> Conversation:
