@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import asdict, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from xxhash import xxh3_128_hexdigest
 
+from flatout.checkpoint.resume_check import numerics_of
 from flatout.checkpoint.write import saved_steps
 from flatout.config.folders import round_folder
 from flatout.config.objective import ADVANTAGE, SAMPLER_LOGPROB
-from flatout.data.prompts import RunPrompt
+from flatout.config.section import with_paths
 from flatout.data.token_store import TokenStore
 from flatout.errors import Fix, ResourceError
 from flatout.io.durable_io import DurableIO
@@ -25,7 +29,7 @@ from flatout.objectives.policy import Policy
 from flatout.planner.steps.packing import partition
 from flatout.rollout.advantages import make_advantages
 from flatout.rollout.collect import Group, Journal, journal_folder, write_round
-from flatout.rollout.rewards.pool import Item, Scores
+from flatout.rollout.rewards.pool import Item
 from flatout.rollout.sampler import Completion, NoRoomError, SamplingParams
 from flatout.track.record import HeldOutRecord, RatedAnswer, RoundRecord
 from flatout.trainer.answers import sampling
@@ -35,14 +39,28 @@ from flatout.trainer.state import TrainingRun
 
 # groups that are scored, and then in the journal, at once
 SCORED_GROUPS = 16
+# sampled tokens between two signs of life
+TOLD_TOKENS = 64
 # answers that a record shows: the best, and as many of the worst
 NUM_SHOWN = 3
 # characters of each that are shown
 MAX_SHOWN = 2000
+T = TypeVar("T")
 
 
 class _StopRequested(Exception):  # noqa: N818  (a request, not an error)
-    """This rank was asked to stop, which ranks agree on after their answers."""
+    """A rank was asked to stop, which ranks agree on after their answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundFile:
+    """What `round-N.json` says of a complete round."""
+
+    digest: str | None
+    """What identifies its answers; None: none is trained."""
+    identity: Any
+    """`identity_of` the round."""
+    record: RoundRecord
 
 
 def collect_round(
@@ -53,7 +71,6 @@ def collect_round(
     Each rank samples and scores its own prompts, of about the same expected number of tokens, and waits for the others
     only once its answers are on disk. Raises PassesStopped, ResourceError, and what `Rewards.score` raises.
     """
-    run.watch.set_phase("sample", run.progress.step)
     group = run.checkpoints.group
     folder, numbers = round_folder(run.config.folder, index + 1), prompts.prompt_ids(index, run.config.seed)
     identity = identity_of(run, prompts, index)
@@ -63,16 +80,19 @@ def collect_round(
 
     def work() -> dict[str, Any]:
         with closing(journal):
-            started = time.perf_counter()
+            started, doing = time.perf_counter(), f"round {index + 1}: sampling answer"
             mine = _deal(run, sorted({*range(len(numbers))} - {*done[0]}), numbers, lengths)
-            num_tokens = _sample(run, prompts, index, [(at, int(numbers[at])) for at in mine], journal)
+            asked = [(at, int(numbers[at]), index * len(numbers) + at) for at in mine]
+            num_tokens = _sample(run, prompts, asked, run.config.rollout.group, doing, journal.add)
             sampled = time.perf_counter()
             unscored = _deal(run, sorted({*done[0]} - {*done[1]}), numbers, lengths)
-            groups = journal.groups()
-            counts = _score(run, prompts, [groups[at] for at in sorted({*mine, *unscored})], journal)
+            groups, problems = journal.groups(), Counter[str]()
+            to_score = [groups[at] for at in sorted({*mine, *unscored})]
+            for first in range(0, len(to_score), SCORED_GROUPS):
+                problems += _score(run, prompts, to_score[first : first + SCORED_GROUPS], journal.add)
         return {
             "sample_s": sampled - started, "score_s": time.perf_counter() - sampled, "num_tokens": num_tokens,
-            "problems": counts,
+            "problems": problems,
         }  # fmt: skip
 
     by_rank = _unless_stopped(run, work)
@@ -80,8 +100,7 @@ def collect_round(
     def write() -> str | None:
         groups = [one for _, one in sorted(journal.groups().items())]
         digest, record = _write(run, prompts, index, groups, by_rank)
-        facts = {"digest": digest, "identity": identity, "record": asdict(record)}
-        DurableIO().write_json(folder.with_suffix(".json"), facts)
+        DurableIO().write_json(folder.with_suffix(".json"), asdict(RoundFile(digest, identity, record)))
         DurableIO().remove_tree(journal.folder)
         _remove_old(run, index)
         run.reporter.record(record)
@@ -98,47 +117,35 @@ def held_out_reward(run: TrainingRun, prompts: RolloutPrompts) -> float | None:
     started, names = time.perf_counter(), _names(run)
 
     def work() -> dict[str, Any]:
-        own = prompts.held_out_ids[run.rank.index :: run.rank.world].tolist()
-        asked = [prompts.prompts[number] for number in own]
-
-        def on_token(prompt: int, completion: int, token_id: int) -> None:
-            if run.stop.requested:
-                raise _StopRequested
-
-        run.reporter.phase("sampling answers to held-out prompts")
-        # numbers that no round draws by
-        keys = [-1 - number for number in own]
-        answers = _sampled(run, [one.token_ids for one in asked], 1, _params(run, prompts), keys, on_token)
-        pairs = [(prompt, completions[0]) for prompt, completions in zip(asked, answers, strict=True)]
-        scores = _rate(run, prompts, pairs)
-        rewards = [tuple(map(_number, row)) for row in scores.values.tolist()]
-        totals = [_number(total) for total in scores.total.tolist()]
-        groups = [
-            Group(at, at, (pair[1],), (row,), (total,))
-            for at, pair, row, total in zip(own, pairs, rewards, totals, strict=True)
-        ]
+        sampled, scored = list[Group](), list[Group]()
+        mine = prompts.held_out_ids[run.rank.index :: run.rank.world].tolist()
+        # drawn by numbers that no round draws by
+        asked = [(number, number, -1 - number) for number in mine]
+        _sample(run, prompts, asked, 1, "sampling answer to a held-out prompt", sampled.append)
+        _score(run, prompts, sorted(sampled, key=lambda one: one.place), scored.append)
         return {
-            "totals": totals,
-            "rewards": rewards,
-            "shown": [asdict(one) for one in _shown(prompts, groups, names)],
+            "totals": [total for one in scored for total in one.totals],
+            "rewards": [row for one in scored for row in one.rewards or ()],
+            "shown": [asdict(one) for one in _shown(prompts, scored, names)],
         }
 
     by_rank = _unless_stopped(run, work)
-    totals = np.array([total for one in by_rank for total in one["totals"]], np.float64)
-    rewards = np.array([row for one in by_rank for row in one["rewards"]], np.float64)
-    figures = _figures(totals, rewards, names)
-    shown = tuple(RatedAnswer(**one) for one in by_rank[0]["shown"])
+    totals, rewards, shown = ([one for own in by_rank for one in own[key]] for key in ("totals", "rewards", "shown"))
+    figures = _figures(np.array(totals, np.float64), np.array(rewards, np.float64), names)
+    ranked = sorted((RatedAnswer(**one) for one in shown), key=lambda one: -one.reward)
     run.reporter.record(
         HeldOutRecord(
-            run.progress.step, **figures, num_answers=len(totals), eval_s=time.perf_counter() - started, shown=shown
+            run.progress.step, **figures, num_answers=len(totals), eval_s=time.perf_counter() - started,
+            shown=tuple(_ends(ranked)),
         )
-    )
+    )  # fmt: skip
     reward: float | None = figures["reward"]
     return reward
 
 
 def _unless_stopped(run: TrainingRun, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
     """Return what `work` returns on each rank. Collective. Raises PassesStopped if a rank was asked to stop."""
+    group = run.checkpoints.group
 
     def until_stopped() -> dict[str, Any] | None:
         try:
@@ -146,19 +153,48 @@ def _unless_stopped(run: TrainingRun, work: Callable[[], dict[str, Any]]) -> lis
         except _StopRequested:
             return None
 
-    by_rank = run.checkpoints.group.run_on_all_ranks(until_stopped)
-    if None in by_rank:
+    def forget_stop() -> None:
+        DurableIO().remove_tree(_stop_file(run))
+
+    group.run_on_first_rank(forget_stop)  # that of a start which was killed
+    if None in (by_rank := group.run_on_all_ranks(until_stopped)):
+        group.run_on_first_rank(forget_stop)
         raise PassesStopped
     return by_rank
 
 
-def identity_of(run: TrainingRun, prompts: RolloutPrompts, index: int) -> dict[str, Any]:
-    """Return what decides the answers of a round and their scores, besides the steps before it."""
-    settings = run.config.rollout.model_dump(mode="json", exclude={"rounds", "keep", "max_mismatch", "rewards"})
-    rewards = [reward.model_dump(mode="json", exclude={"path"}) for reward in run.config.rollout.rewards]
-    fingerprints = {name: run.planned.fingerprints.get(name) for name in ("model", "objective", "rewards")}
-    weights = {**fingerprints, "prompts": prompts.prompts.fingerprint, "seed": run.config.seed}
-    return {**settings, **weights, "scored_by": rewards, "method": run.config.method, "round": index}
+def _stop_file(run: TrainingRun) -> Path:
+    """Return the file by which ranks hear that one was asked to stop: while they sample, they share no collective."""
+    return run.config.folder / ".stop.tmp"
+
+
+def _tell(run: TrainingRun, doing: str, done: int, total: int) -> None:
+    """Say how far this rank is, and that it lives. Raises _StopRequested if a rank was asked to stop."""
+    run.reporter.phase(doing, done, total)
+    run.watch.alive()
+    if run.stop.requested:
+        with suppress(OSError):  # the others then hear of it after their answers
+            _stop_file(run).touch()
+    elif not _stop_file(run).exists():
+        return
+    raise _StopRequested
+
+
+def identity_of(run: TrainingRun, prompts: RolloutPrompts, index: int) -> str:
+    """Return what decides the answers of a round and their scores: everything that changes numbers in the run so far.
+
+    These are settings, prompts, the code and weights that files have, wherever they lie, and the answers before.
+    """
+    settings, fingerprints = with_paths(run.config, lambda path: Path(path).name), run.planned.fingerprints
+    facts = {
+        "settings": numerics_of(settings.model_dump(mode="json")),
+        **{name: fingerprints.get(name) for name in ("model", "objective", "optim")},
+        "rewards": sorted(fingerprints["rewards"].values()),
+        "prompts": prompts.prompts.fingerprint,
+        "round": index,
+        "after": run.progress.round_store,
+    }
+    return xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
 
 
 def digest_of(store: TokenStore) -> str:
@@ -186,20 +222,21 @@ def _params(run: TrainingRun, prompts: RolloutPrompts) -> SamplingParams:
 
 
 def _sample(
-    run: TrainingRun, prompts: RolloutPrompts, index: int, mine: Sequence[tuple[int, int]], journal: Journal
-) -> int:
-    """Sample this rank's groups, given by place and prompt; a group is in the journal once its last answer ends."""
-    size, rounds = run.config.rollout.group, prompts.rounds
+    run: TrainingRun, prompts: RolloutPrompts, asked: Sequence[tuple[int, int, int]], size: int, doing: str,
+    on_group: Callable[[Group], None],
+) -> int:  # fmt: skip
+    """Sample `size` answers to each prompt, given by place, number and the number that it is drawn by.
+
+    `on_group` gets a group once its last answer ends. Returns the number of tokens. Raises _StopRequested.
+    """
     finished: dict[int, dict[int, Completion]] = {}
     num_tokens = num_done = 0
 
     def on_token(prompt: int, completion: int, token_id: int) -> None:
         nonlocal num_tokens
         num_tokens += 1
-        if not num_tokens % 64:
-            run.reporter.phase(f"round {index + 1}: sampling answer", num_done, len(mine) * size)
-        if run.stop.requested:
-            raise _StopRequested
+        if run.stop.requested or not num_tokens % TOLD_TOKENS:
+            _tell(run, doing, num_done, len(asked) * size)
 
     def on_answer(prompt: int, completion: int, answer: Completion) -> None:
         nonlocal num_done
@@ -207,14 +244,12 @@ def _sample(
         answers = finished.setdefault(prompt, {})
         answers[completion] = answer
         if len(answers) == size:
-            place, number = mine[prompt]
-            journal.add(Group(place, number, tuple(answers[each] for each in range(size))))
+            place, number, _ = asked[prompt]
+            on_group(Group(place, number, tuple(answers[each] for each in range(size))))
 
-    texts = [prompts.prompts.ids_of(number).tolist() for _, number in mine]
-    # the same draws for any number of ranks: by the prompt's place among those of all rounds
-    keys = [index * rounds.prompts + place for place, _ in mine]
-    run.reporter.phase(f"round {index + 1}: sampling answer", 0, len(mine) * size)
-    _sampled(run, texts, size, _params(run, prompts), keys, on_token, on_answer)
+    texts = [prompts.prompts.ids_of(number).tolist() for _, number, _ in asked]
+    _tell(run, doing, 0, len(asked) * size)
+    _sampled(run, texts, size, _params(run, prompts), [key for _, _, key in asked], on_token, on_answer)
     return num_tokens
 
 
@@ -237,36 +272,26 @@ def _sampled(
         release_memory(run)
 
 
-def _rate(run: TrainingRun, prompts: RolloutPrompts, asked: Sequence[tuple[RunPrompt, Completion]]) -> Scores:
-    """Score answers in the processes of the reward functions. Raises _StopRequested."""
+def _score(
+    run: TrainingRun, prompts: RolloutPrompts, groups: Sequence[Group], on_group: Callable[[Group], None]
+) -> Counter[str]:
+    """Score the answers of groups by the reward functions; return how many problems each function had.
+
+    `on_group` gets each group with what they said. Raises _StopRequested.
+    """
+    asked = [(prompts.prompts[one.prompt], answer) for one in groups for answer in one.answers]
     items = [
         Item(prompt.text, prompts.text_of(answer), answer.token_ids, prompt.row, str(prompt.origin), prompt.turns)
         for prompt, answer in asked
     ]
-
-    def on_progress(num_done: int) -> None:
-        run.reporter.phase("scoring answer", num_done, len(items))
-        if run.stop.requested:
-            raise _StopRequested
-
     assert run.state.rewards is not None
-    return run.state.rewards.score(items, on_progress)
-
-
-def _score(run: TrainingRun, prompts: RolloutPrompts, groups: Sequence[Group], journal: Journal) -> Counter[str]:
-    """Score groups, each of which is in the journal once it is; return how many problems each function had."""
-    problems = Counter[str]()
-    for first in range(0, len(groups), SCORED_GROUPS):
-        some = groups[first : first + SCORED_GROUPS]
-        asked = [(prompts.prompts[one.prompt], one) for one in some]
-        scores = _rate(run, prompts, [(prompt, answer) for prompt, one in asked for answer in one.answers])
-        ends = np.cumsum([len(one.answers) for one in some])
-        for one, end in zip(some, ends, strict=True):
-            own = slice(end - len(one.answers), end)
-            rewards = tuple(tuple(map(_number, row)) for row in scores.values[own].tolist())
-            journal.add(replace(one, rewards=rewards, totals=tuple(map(_number, scores.total[own].tolist()))))
-        problems += scores.problems
-    return problems
+    scores = run.state.rewards.score(items, lambda num_done: _tell(run, "scoring answer", num_done, len(items)))
+    rows, totals = iter(scores.values.tolist()), iter(scores.total.tolist())
+    for one in groups:
+        count = len(one.answers)
+        rewards = tuple(tuple(map(_number, row)) for row in islice(rows, count))
+        on_group(replace(one, rewards=rewards, totals=tuple(map(_number, islice(totals, count)))))
+    return scores.problems
 
 
 def _names(run: TrainingRun) -> list[str]:
@@ -329,12 +354,8 @@ def _figures(totals: Any, rewards: Any, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _shown(prompts: RolloutPrompts, groups: Sequence[Group], names: Sequence[str]) -> tuple[RatedAnswer, ...]:
-    """Return the answers with the greatest and the least rewards."""
-    ranked = sorted(
-        ((total, one, at) for one in groups for at, total in enumerate(one.totals) if total is not None),
-        key=lambda item: -item[0],
-    )
-    chosen = ranked if len(ranked) <= 2 * NUM_SHOWN else [*ranked[:NUM_SHOWN], *ranked[-NUM_SHOWN:]]
+    """Return the answers with the greatest and the least rewards, the greatest first."""
+    totals = ((total, one, at) for one in groups for at, total in enumerate(one.totals) if total is not None)
     return tuple(
         RatedAnswer(
             prompts.prompts[one.prompt].text[-MAX_SHOWN:],
@@ -342,8 +363,13 @@ def _shown(prompts: RolloutPrompts, groups: Sequence[Group], names: Sequence[str
             total,
             dict(zip(names, (one.rewards or ())[at], strict=True)),
         )
-        for total, one, at in chosen
+        for total, one, at in _ends(sorted(totals, key=lambda item: -item[0]))
     )
+
+
+def _ends(ranked: Sequence[T]) -> Iterable[T]:
+    """Return the first and the last of what is ranked."""
+    return ranked if len(ranked) <= 2 * NUM_SHOWN else [*ranked[:NUM_SHOWN], *ranked[-NUM_SHOWN:]]
 
 
 def _remove_old(run: TrainingRun, index: int) -> None:

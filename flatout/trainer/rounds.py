@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -28,14 +27,13 @@ from flatout.planner.steps.units import Samples
 from flatout.rollout.collect import journal_folder
 from flatout.rollout.rewards.pool import Rewards
 from flatout.track.callback import Reporter
-from flatout.track.record import RoundRecord
 from flatout.trainer.normalizers import make_normalizers
 from flatout.trainer.reference_logprobs import compute_round_reference
 from flatout.trainer.rollout_prompts import RolloutPrompts
-from flatout.trainer.round_answers import collect_round, digest_of, identity_of
+from flatout.trainer.round_answers import RoundFile, collect_round, digest_of, identity_of
 from flatout.trainer.state import TrainingRun
 
-_RECORD = TypeAdapter(RoundRecord)
+_ROUND_FILE = TypeAdapter(RoundFile)
 
 
 def rounds_of(run: TrainingRun) -> Iterator[TrainingRun]:
@@ -52,6 +50,7 @@ def rounds_of(run: TrainingRun) -> Iterator[TrainingRun]:
     for index in range(run.progress.step // rounds.steps, rounds.num_rounds):
         if run.progress.stopped_early:
             return
+        run.watch.set_phase("sample", run.progress.step)
         is_there, store = open_round(run, prompts, index)
         if not is_there:
             store = collect_round(run, prompts, index, lengths)
@@ -115,25 +114,24 @@ def open_round(run: TrainingRun, prompts: RolloutPrompts, index: int) -> tuple[b
     return bool(there), TokenStore.open(folder) if there and there[0] is not None else None
 
 
-def _digest_on_disk(run: TrainingRun, folder: Path, identity: Mapping[str, Any] | None) -> list[str | None]:
+def _digest_on_disk(run: TrainingRun, folder: Path, identity: str | None) -> list[str | None]:
     """Return what identifies a round's answers; empty without any. Raises DataError, also for those of another run."""
     if not (file := folder.with_suffix(".json")).exists():
         return []
-    facts = read_json(file, DataError)
-    if identity is not None and facts["identity"] != identity:
+    said = validated(_ROUND_FILE, read_json(file, DataError), str(file), DataError)
+    if identity not in (None, said.identity):
         raise DataError(f"{file}: its answers are of another model, other rewards or other settings")
-    # the start before may have ended between the round and its record
-    run.reporter.record(validated(_RECORD, facts["record"], str(file), DataError))
-    if facts["digest"] is None:
-        return [None]
-    store = TokenStore.open(folder)
-    for sample in range(store.num_samples):  # before a step reads them
-        if store.check is not None:
-            store.check(sample)
-    if digest_of(store) != facts["digest"]:
-        raise DataError(f"{folder}: its answers are not those that {file} names")
+    if said.digest is not None:
+        store = TokenStore.open(folder)
+        for sample in range(store.num_samples):  # before a step reads them
+            if store.check is not None:
+                store.check(sample)
+        if digest_of(store) != said.digest:
+            raise DataError(f"{folder}: its answers are not those that {file} names")
+    # the start before may have ended between the round and these
+    run.reporter.record(said.record)
     DurableIO().remove_tree(journal_folder(folder))
-    return [facts["digest"]]
+    return [said.digest]
 
 
 def _lost(run: TrainingRun, index: int, why: str) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from spawned_ranks import start_warm_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from warm_process import WarmProcess
 
@@ -18,7 +19,7 @@ from flatout import load
 from flatout.config.folders import foreign_entries
 from flatout.config.read import dump_config, make_config
 from flatout.data.token_store import TokenStore
-from flatout.errors import CheckpointError, UsageError
+from flatout.errors import CheckpointError, PreemptedError, UsageError
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.track.console import ConsoleCallback
@@ -150,7 +151,7 @@ def start(file, log):
 
 
 def journal_lines(folder):
-    return sum(len(path.read_text().splitlines()) - 1 for path in folder.glob("rollouts/.round-*/rank-*.jsonl"))
+    return sum(len(path.read_text().splitlines()) - 1 for path in folder.glob("rollouts/.round-*/rank-*.journal"))
 
 
 # what has happened by the time of a kill
@@ -182,6 +183,20 @@ def test_a_run_that_is_killed_at_any_moment_ends_with_the_same_bits(ran, world):
         assert np.array_equal(one.extra["sampler_logprob"], other.extra["sampler_logprob"])
     assert_same_end(ran, folder)
     assert not list(folder.glob("rollouts/.round-*")), "journals leave with their rounds"
+
+
+def test_a_stop_of_one_rank_ends_the_scoring_of_all(world):
+    file, config_file = world.root / "slow.py", world.root / "stopped.yaml"
+    file.write_text("import time\n\ndef slow(answer, row):\n    time.sleep(1)\n    return 1.0\n")
+    config = world("stopped", strategy="ddp", rollout={"rewards": [f"{file}:slow"]}, eval={"every_steps": None})
+    config_file.write_text(dump_config(config))
+    ranks = start_warm_ranks(2, lambda rank: ["-m", "flatout", "train", str(config_file)], world.root / "stopped-logs")
+    while journal_lines(config.folder) < 4:
+        assert [rank.poll() for rank in ranks] == [None, None]
+        time.sleep(0.01)
+    ranks[1].send_signal(signal.SIGTERM)
+    assert [rank.wait(60) for rank in ranks] == [PreemptedError.exit_code] * 2
+    assert journal_lines(config.folder) == 4, "nothing was scored to its end"
 
 
 def test_a_step_is_replayed_to_the_bit_and_a_difference_is_named(ran, tmp_path, capsys):
@@ -254,27 +269,46 @@ def test_a_round_without_a_signal_changes_nothing_and_is_counted(world, tiny):
     assert all(torch.equal(value, final(world.root / "same")[name]) for name, value in before.items())
 
 
-def test_answers_that_are_gone_are_sampled_again_before_their_first_step_and_missed_after_it(ran, world, tmp_path):
-    def without(name, *steps):
-        folder = world.root / name
-        shutil.copytree(ran, folder)
-        for step in steps:
-            shutil.rmtree(folder / f"checkpoints/step-{step}")
-        shutil.rmtree(folder / "final")
-        (folder / "rollouts/round-000002/token_ids.npy").write_bytes(b"damaged")
-        return world(name, rollout={"temperature": 0.8})
+def copied(ran, world, name, gone):
+    """A run like `ran` that goes on without these checkpoints, and without its end."""
+    shutil.copytree(ran, world.root / name)
+    for path in ("final", *(f"checkpoints/step-{step}" for step in gone)):
+        shutil.rmtree(world.root / name / path)
+    return world(name, rollout={"temperature": 0.8})
 
-    again = without("again", 3, 4)
+
+DAMAGES = {
+    "store": ("round-000002/token_ids.npy", lambda content: "damaged"),
+    "key": ("round-000002.json", lambda content: json.dumps({"record": json.loads(content)["record"]})),
+    "type": ("round-000002.json", lambda content: json.dumps([content])),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_answers_are_sampled_again_before_their_first_step_and_missed_after_it(ran, world, damage):
+    again, missed = (copied(ran, world, f"{damage}-{gone}", gone) for gone in ((3, 4), (4,)))
+    for config in (again, missed):
+        file, damaged = config.folder / "rollouts" / DAMAGES[damage][0], DAMAGES[damage][1]
+        file.write_text(damaged(file.read_text(errors="replace")))
     train(again)
     assert_same_end(ran, again.folder)
-    # answers that other weights have sampled are no answers of this run
-    other = without("other", 1, 2, 3, 4)
-    (other.folder / "rewards.py").write_text("def commas(answer, row):\n    return 1.0 * len(answer)\n")
-    rewards = {"rewards": [f"{other.folder}/rewards.py:commas"], "temperature": 0.8}
-    train(world("other", rollout=rewards))
-    assert set(load(other.folder).log.rounds[0].metrics) == {"reward/commas"}
     with pytest.raises(CheckpointError, match="round 2"):
-        train(without("missed", 4))
+        train(missed)
+
+
+@pytest.mark.parametrize("changed", ["nothing", "optim", "rewards"])
+def test_a_start_before_the_first_checkpoint_takes_its_own_answers_and_none_of_others(ran, world, changed):
+    """Others are those of weights that learnt at another rate, and of other rewards."""
+    folder = copied(ran, world, f"first-{changed}", (1, 2, 3, 4)).folder
+    (folder / "rewards.py").write_text("def commas(answer, row):\n    return 1.0 * len(answer)\n")
+    files = sorted(folder.glob("rollouts/round-*.json"))
+    before = [file.stat().st_mtime_ns for file in files]
+    rewards = {"rewards": [f"{folder}/rewards.py:commas"]} if changed == "rewards" else {}
+    optim = {"optim": {"lr": 1e-3}} if changed == "optim" else {}
+    train(world(folder.name, rollout={"temperature": 0.8, **rewards}, **optim))
+    assert ([file.stat().st_mtime_ns for file in files] == before) == (changed == "nothing")
+    steps = load(folder).log.steps
+    assert max(steps[0].metrics["mismatch/max"], steps[2].metrics["mismatch/max"]) < 1 + 1e-4
 
 
 @pytest.mark.parametrize(
