@@ -130,16 +130,14 @@ def open_data(config: Config, reporter: Reporter, rank: Rank, *, starts: bool) -
 def checked_objective(config: Config, reporter: Reporter) -> Objective:
     """Return the objective, and report one that was asked for. Raises UsageError for settings that it cannot have."""
     objective, rollout = load_objective(config.objective), config.rollout
-    if rollout.rounds is not None:
-        if not isinstance(objective, Policy):
-            text = f"rollout.rounds: objective {objective.name} does not learn from sampled answers with rewards"
-            raise UsageError(text, [Fix({"objective": "grpo"})])
-        objective = objective.for_rounds(rollout.max_new_tokens, rollout.temperature)
-        if objective.reference_columns and config.method == "full":
-            text = (
-                "objective.kl: a run that trains all weights keeps no copy of its first ones, the reference of a round"
-            )
-            raise UsageError(text, [Fix({"method": "lora"}), Fix({"objective.kl": 0})])
+    if isinstance(objective, Policy):
+        objective = objective.for_run(rollout)
+    elif rollout.rounds is not None:
+        text = f"rollout.rounds: objective {objective.name} does not learn from sampled answers with rewards"
+        raise UsageError(text, [Fix({"objective": "grpo"})])
+    if rollout.rounds is not None and objective.reference_columns and config.method == "full":
+        text = "objective.kl: a run that trains all weights keeps no copy of its first ones, the reference of a round"
+        raise UsageError(text, [Fix({"method": "lora"}), Fix({"objective.kl": 0})])
     check_scoring(config, objective)
     if config.eval.best not in (metrics := ("loss", *objective.metrics)):
         raise UsageError(

@@ -17,6 +17,7 @@ from unit_store import write_groups
 
 from flatout.cli.main import main
 from flatout.config.objective import class_of_kind
+from flatout.config.rollout import RolloutConfig
 from flatout.errors import UsageError
 from flatout.objectives.policy import Baseline
 from flatout.rollout.advantages import BASELINES, make_advantages
@@ -178,10 +179,10 @@ def test_rewards_become_advantages():
 )
 def test_no_setting_is_ignored_or_guessed(kind, settings, said):
     if said is None:
-        assert class_of_kind(kind).of(settings).normalizer == "answers"
+        assert class_of_kind(kind).of(settings).for_run(RolloutConfig()).normalizer == "answers"
         return
     with pytest.raises((ValueError, UsageError), match=said):
-        _ = class_of_kind(kind).of(settings).normalizer
+        class_of_kind(kind).of(settings).for_run(RolloutConfig())
 
 
 @pytest.mark.parametrize(

@@ -338,20 +338,31 @@ def test_settings_that_rounds_do_not_read_are_refused(world, sections, names, fi
         ({"objective": {"kind": "grpo", "temperature": 0.5}}, {"rollout.temperature": 0.5}),
         ({"strategy": "fsdp"}, {"strategy": "ddp"}),
         ({"objective": {"kind": "grpo", "kl": 0.1}}, {"method": "lora"}),
+        ({"rollout": {"group": 1}}, {"rollout.group": 8}),
+        ({"rollout": {"group": 1}, "objective": "rloo"}, {"objective.advantage": "batch_mean"}),
+        ({"rollout": {"group": 1, "prompts": 1, "steps": 1}, "objective": "reinforce"}, {"rollout.group": 8}),
+        ({}, None),
+        ({"rollout": {"group": 1}, "objective": "reinforce"}, None),
+        ({"rollout": {"group": 1, "prompts": 1, "steps": 1}, "objective": {"kind": "grpo", "advantage": "none"}}, None),
     ],
 )
 def test_a_run_that_cannot_learn_from_its_answers_is_refused_before_it_samples(world, sections, fix):
-    """The twin of all plans for two ranks."""
-    open_and_plan(world("planned"), Reporter(), Rank(0, 2))
+    """Twins without a fix plan for two ranks."""
+    if fix is None:
+        open_and_plan(world("planned", **sections), Reporter(), Rank(0, 2))
+        return
     with pytest.raises(UsageError) as refused:
         open_and_plan(world("refused", **sections), Reporter(), Rank(0, 2))
     assert fix in [one.settings for one in refused.value.fixes]
 
 
 def test_a_lora_run_samples_with_its_adapter(world, tiny):
-    """With shared prefixes off and on, and a reward of ours; the first step agrees with the sampler."""
+    """With a reward of ours and a policy loss of a person's own; the first step agrees with the sampler."""
+    (file := world.root / "mine.py").write_text(
+        "from flatout.objectives.policy import DrGRPO\n\nclass Mine(DrGRPO):\n    clip_high: float = 0.3\n"
+    )
     config = world(
-        "lora", method="lora", lora={"rank": 4}, objective={"kind": "dr_grpo"}, optim={"lr": 1e-2},
+        "lora", method="lora", lora={"rank": 4}, objective={"path": f"{file}:Mine"}, optim={"lr": 1e-2},
         rollout={"rounds": 2, "rewards": [{"kind": "length", "max_tokens": 3}]},
     )  # fmt: skip
     train(config)
