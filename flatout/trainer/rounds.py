@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,11 @@ from flatout.data.columns import PREFIX_TOKENS
 from flatout.data.reference_column import with_reference
 from flatout.data.rollout_columns import with_rollout_columns
 from flatout.data.token_store import TokenStore
+from flatout.data.workers import usable_procs
 from flatout.errors import CheckpointError, DataError
 from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import read_json, validated
-from flatout.parallel.rank import Rank
+from flatout.parallel.control_group import ControlGroup
 from flatout.planner.steps.prefixes import UnitPrefixes
 from flatout.planner.steps.rounds import BoundsPlan
 from flatout.planner.steps.training_plan import select_samples
@@ -84,7 +86,7 @@ def with_round(run: TrainingRun, index: int, store: TokenStore | None) -> Traini
     data = planned.data._replace(split=planned.data.split._replace(store=store))
     normalizers = make_normalizers(planned.objective, store)
     of_round = replace(run, planned=replace(planned, data=data, plan=steps, normalizers=normalizers))
-    compute_round_reference(of_round, map(steps.step, steps.numbers[max(0, run.progress.step - steps.numbers[0]) :]))
+    compute_round_reference(of_round, steps.steps(run.progress.step))
     return of_round
 
 
@@ -141,16 +143,34 @@ def _lost(run: TrainingRun, index: int, why: str) -> str:
     )
 
 
-@contextmanager
-def opened_rewards(config: Config, reporter: Reporter, rank: Rank) -> Iterator[Rewards | None]:
-    """Yield what scores a run's answers, whose processes end with the block; None for a run on a data set.
+def read_rewards(config: Config, reporter: Reporter, group: ControlGroup) -> Rewards | None:
+    """Read the files of a run's reward functions without running them; None for a run on a data set. Collective.
 
-    Raises UsageError for a reward function that cannot be used.
+    Raises UsageError on every rank for a file that one cannot read.
     """
     if config.rollout.rounds is None:
-        yield None
-        return
+        return None
+    rank, read = group.rank, list[Rewards]()
+    # ranks of one host share its cores
+    num_procs = max(1, usable_procs(None) // (rank.local_world or rank.world))
     log_file = config.folder / "logs" / f"rewards-{rank.index}.log"
-    DurableIO().make_dir(log_file.parent)
-    with Rewards(config.rollout.rewards, log_file, log=lambda line: reporter.stage("rewards", line)) as rewards:
-        yield rewards
+
+    def read_files() -> None:
+        DurableIO().make_dir(log_file.parent)
+        log = partial(reporter.stage, "rewards")
+        read.append(Rewards(config.rollout.rewards, log_file, num_procs=num_procs, log=log))
+
+    group.run_on_all_ranks(read_files)
+    return read[0]
+
+
+@contextmanager
+def opened(rewards: Rewards | None, group: ControlGroup) -> Iterator[None]:
+    """Run reward functions in their processes, which end with the block. Collective.
+
+    Raises UsageError on every rank for a function that one cannot use.
+    """
+    with ExitStack() as stack:
+        if rewards is not None:
+            group.run_on_all_ranks(lambda: stack.enter_context(rewards) and None)
+        yield

@@ -98,7 +98,7 @@ class RoundPlan(BoundsPlan):
 
     @property
     def numbers(self) -> range:
-        """The steps of the run that it has."""
+        """The steps of the run that the round has."""
         return range(self.index * self.rounds.steps, (self.index + 1) * self.rounds.steps)
 
     def step(self, index: int) -> StepPlan:
@@ -115,6 +115,4 @@ class RoundPlan(BoundsPlan):
 
     def steps(self, start: int = 0) -> Iterator[StepPlan]:
         """Yield the round's steps from `start` on."""
-        first = self.index * self.rounds.steps
-        for index in range(max(first, start), first + self.rounds.steps):
-            yield self.step(index)
+        yield from (self.step(index) for index in self.numbers if index >= start)

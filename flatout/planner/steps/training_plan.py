@@ -150,6 +150,11 @@ class TrainingPlan(PlannedSamples):
     def steps_per_epoch(self) -> int:
         return -(-self.num_units // self.batch.samples_per_step)
 
+    @property
+    def numbers(self) -> range:
+        """The steps of the run that it has: all, or those of a round."""
+        return range(self.num_steps)
+
     def step(self, index: int) -> StepPlan:
         """Return the plan of one step. Raises IndexError outside [0, num_steps)."""
         if not 0 <= index < self.num_steps:
