@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -96,7 +97,7 @@ def replay(folder: Path, step: int, console: ConsoleCallback) -> Replay:
     with _prepared(config, folder, start, compared) as (again, copy):
         watcher = _Compare({one: records[one] for one in records if start < one <= step}, step, compared)
         with suppress(_Replayed):
-            train(again, callbacks=[watcher], console=console)
+            train(again, callbacks=[watcher], console=console, evaluates=False)
         tensors: tuple[str, ...] = ()
         if compared is not None:
             name = f"checkpoints/step-{compared}"
@@ -114,18 +115,17 @@ def _require_answers(config: Config, folder: Path, steps: Sequence[int]) -> None
 
 @contextmanager
 def _prepared(config: Config, folder: Path, start: int, compared: int | None) -> Iterator[tuple[Config, Path]]:
-    """Yield the settings of a run in a temporary folder that resumes after `start` steps, and the folder."""
-    with tempfile.TemporaryDirectory(prefix="flatout-replay-") as temporary:
-        copy = Path(temporary) / folder.name
-        (copy / "checkpoints").mkdir(parents=True)
+    """Yield the settings of a run in a temporary folder that resumes after `start` steps, and the folder.
+
+    It lies in the run's, where there is room for a checkpoint; what it shares with the run is linked file by file, so
+    that the replay would replace a link, and never what it leads to.
+    """
+    with tempfile.TemporaryDirectory(prefix=".replay-", dir=folder) as at:
+        copy, shared = Path(at) / folder.name, ["rollouts", f"checkpoints/step-{start}"]
+        copy.mkdir()
         shutil.copy(folder / RUN_NAME, copy)
-        if start:
-            name = f"checkpoints/step-{start}"
-            shutil.copytree(folder / name, copy / name)
-        # one by one: what the replay would write replaces a link, and never what it leads to
-        (copy / "rollouts").mkdir()
-        for path in (folder / "rollouts").glob("round-*"):
-            (copy / "rollouts" / path.name).symlink_to(path.absolute())
+        for name in [name for name in shared if (folder / name).is_dir()]:
+            shutil.copytree(folder.absolute() / name, copy / name, copy_function=os.symlink)
         here = paths_in_place(config, folder, config.folder)
         checkpoint = here.checkpoint.model_copy(update={"every_steps": compared, "asynchronous": False})
         yield here.model_copy(

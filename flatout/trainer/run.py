@@ -103,11 +103,13 @@ def train(
     on_peer_lost: OnPeerLost | None = None,
     start_up: StartUpClock | None = None,
     reuse_measured: bool = False,
+    evaluates: bool = True,
 ) -> Result:
     """Train a configuration to the end; `callbacks` are called on the first rank, after the console and run folder.
 
     `console` is one that the caller has entered; by default, a new one prints to standard output. `start_up` counts the
-    seconds since the launch of the process; by default, with this call. `reuse_measured` is as in `MemoryCheck`.
+    seconds since the launch of the process; by default, with this call. `reuse_measured` is as in `MemoryCheck`. A run
+    that does not evaluate leaves out the evaluation before its first step.
 
     Raises a FlatoutError; PreemptedError means saved and resumable. `on_peer_lost` is called in a thread of its own
     as soon as a rank is lost. The error is then raised, unless this rank is blocked in a collective: then end.json is
@@ -135,7 +137,7 @@ def train(
         )
         try:
             with watch.guard(), torch_settings_kept():
-                result = set_up_and_train(config, reporter, rank, watch, reuse_measured)
+                result = set_up_and_train(config, reporter, rank, watch, reuse_measured, evaluates)
             leave_group()
         except BaseException as raised:
             error = host_memory_error(raised) or exit_refused(raised) or raised
@@ -190,7 +192,9 @@ def open_run(
     return reporter, [lambda error: folder.write_end(ended_by(error)), lambda error: shown.close()]
 
 
-def set_up_and_train(config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, reuse_measured: bool) -> Result:
+def set_up_and_train(
+    config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, reuse_measured: bool, evaluates: bool
+) -> Result:
     """Open the data, join the ranks, plan the run, find its checkpoint, build it, and take the steps; one call a stage.
 
     A run that is complete already is returned as it is.
@@ -230,6 +234,8 @@ def set_up_and_train(config: Config, reporter: Reporter, rank: Rank, watch: Peer
     with opened(rewards, group):
         run = build_run(setup, checkpoint, memory_check)
         run.state.rewards = rewards
+        if not evaluates:
+            run.progress.last_eval_step = run.progress.step
         del checkpoint  # its open files would keep deleted checkpoints on disk
         reporter.phase("starting the loop")
         gpus = gather_gpus(run)

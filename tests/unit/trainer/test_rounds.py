@@ -221,9 +221,11 @@ def test_a_step_is_replayed_to_the_bit_and_a_difference_is_named(ran, tmp_path, 
     shutil.copytree(ran, run)
     assert main(["replay", str(run), "--step", "4"]) == 0
     said = capsys.readouterr().out
+    assert foreign_entries(run) == []
     assert "step 4: equal" in said
     assert "after step 4: equal" in said
-    shutil.rmtree(run / "checkpoints/step-3")
+    for step in (1, 2, 3):
+        shutil.rmtree(run / f"checkpoints/step-{step}")
     lines = (run / "metrics.jsonl").read_text()
     loss = load(run).log.steps[2].loss
     (run / "metrics.jsonl").write_text(lines.replace(json.dumps(loss), json.dumps(loss * 1.0000001 + 1e-9)))
