@@ -52,7 +52,7 @@ class Group:
     """The weighted sum of each answer's rewards; None for an answer that nothing has scored."""
 
 
-_GROUP = TypeAdapter(Group)
+_GROUP, GROUPS = TypeAdapter(Group), TypeAdapter(list[Group])
 
 
 def journal_folder(folder: Path) -> Path:

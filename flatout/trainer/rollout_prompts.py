@@ -17,7 +17,6 @@ from flatout.data.prompts import PromptSet, read_prompts
 from flatout.data.rollout_columns import with_rollout_columns
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import tokenizer_of
-from flatout.errors import DataError, Fix
 from flatout.planner.steps.rounds import Rounds
 from flatout.planner.steps.training_plan import split_held_out
 from flatout.rollout.collect import COLUMNS
@@ -47,7 +46,7 @@ class RolloutPrompts:
 def open_prompts(config: Config, max_positions: int | None, reporter: Reporter) -> tuple[RolloutPrompts, TokenStore]:
     """Read the prompts of a run of rounds; return them, and the bounds of a round.
 
-    Raises DataError for sources without a usable prompt, and for prompts with pictures.
+    Raises DataError for sources without a usable prompt, or with pictures.
     """
     rollout = config.rollout
     assert rollout.rounds is not None
@@ -58,10 +57,6 @@ def open_prompts(config: Config, max_positions: int | None, reporter: Reporter) 
         progress=lambda done, total: reporter.phase("reading prompt", done, total or 0),
         log=lambda text: reporter.stage("prompts", text),
     )  # fmt: skip
-    if prompts.picture_digests:
-        origin = prompts.rows[min(prompts.picture_digests)][0].origin
-        text = f"{origin}: has a picture, which rounds do not train"
-        raise DataError(text, [Fix({}, "remove such rows, or their column of pictures to ask without them")])
     train_ids, held_out_ids = np.arange(len(prompts)), np.zeros(0, np.int64)
     if config.eval.fraction:
         same = np.array(

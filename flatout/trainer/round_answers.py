@@ -10,7 +10,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from flatout.models.stops import stop_token_ids
 from flatout.objectives.policy import Policy
 from flatout.planner.steps.packing import partition
 from flatout.rollout.advantages import make_advantages
-from flatout.rollout.collect import Group, Journal, journal_folder, write_round
+from flatout.rollout.collect import GROUPS, Group, Journal, journal_folder, write_round
 from flatout.rollout.rewards.pool import Item
 from flatout.rollout.sampler import Completion, NoRoomError, SamplingParams
 from flatout.track.record import HeldOutRecord, RatedAnswer, RoundRecord
@@ -45,7 +45,6 @@ TOLD_TOKENS = 64
 NUM_SHOWN = 3
 # characters of each that are shown
 MAX_SHOWN = 2000
-T = TypeVar("T")
 
 
 class _StopRequested(Exception):  # noqa: N818  (a request, not an error)
@@ -114,40 +113,29 @@ def held_out_reward(run: TrainingRun, prompts: RolloutPrompts) -> float | None:
 
     Collective. None without a scored answer. Raises PassesStopped.
     """
-    started, names = time.perf_counter(), _names(run)
+    started = time.perf_counter()
 
-    def work() -> dict[str, Any]:
+    def work() -> Any:
         sampled, scored = list[Group](), list[Group]()
         mine = prompts.held_out_ids[run.rank.index :: run.rank.world].tolist()
         # drawn by numbers that no round draws by
         asked = [(number, number, -1 - number) for number in mine]
         _sample(run, prompts, asked, 1, "sampling answer to a held-out prompt", sampled.append)
         _score(run, prompts, sorted(sampled, key=lambda one: one.place), scored.append)
-        return {
-            "totals": [total for one in scored for total in one.totals],
-            "rewards": [row for one in scored for row in one.rewards or ()],
-            "shown": [asdict(one) for one in _shown(prompts, scored, names)],
-        }
+        return GROUPS.dump_python(scored, mode="json")
 
-    by_rank = _unless_stopped(run, work)
-    totals, rewards, shown = ([one for own in by_rank for one in own[key]] for key in ("totals", "rewards", "shown"))
-    figures = _figures(np.array(totals, np.float64), np.array(rewards, np.float64), names)
-    ranked = sorted((RatedAnswer(**one) for one in shown), key=lambda one: -one.reward)
-    run.reporter.record(
-        HeldOutRecord(
-            run.progress.step, **figures, num_answers=len(totals), eval_s=time.perf_counter() - started,
-            shown=tuple(_ends(ranked)),
-        )
-    )  # fmt: skip
+    groups = [one for own in _unless_stopped(run, work) for one in GROUPS.validate_python(own)]
+    figures = _figures(run, prompts, groups)
+    run.reporter.record(HeldOutRecord(run.progress.step, **figures, eval_s=time.perf_counter() - started))
     reward: float | None = figures["reward"]
     return reward
 
 
-def _unless_stopped(run: TrainingRun, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+def _unless_stopped(run: TrainingRun, work: Callable[[], Any]) -> list[Any]:
     """Return what `work` returns on each rank. Collective. Raises PassesStopped if a rank was asked to stop."""
     group = run.checkpoints.group
 
-    def until_stopped() -> dict[str, Any] | None:
+    def until_stopped() -> Any:
         try:
             return work()
         except _StopRequested:
@@ -294,10 +282,6 @@ def _score(
     return scores.problems
 
 
-def _names(run: TrainingRun) -> list[str]:
-    return [reward.title for reward in run.config.rollout.rewards]
-
-
 def _number(value: float) -> float | None:
     return None if np.isnan(value) else value
 
@@ -314,22 +298,19 @@ def _write(
     sizes = np.array([len(one.answers) for one in groups], np.int64)
     masked = is_cut if run.config.rollout.too_long == "mask" else None
     advantages = make_advantages(totals, sizes, objective.advantage, is_masked=masked)
-    names, store = _names(run), None
+    store = None
     if advantages.is_kept.any():
         texts = [prompts.prompts.ids_of(one.prompt).tolist() for one in groups]
         meta = replace(prompts.prompts.meta, files=("rollouts",), name=f"round {index + 1}")
         place, num_ids = round_folder(run.config.folder, index + 1), run.planned.shape.vocab_size
-        store = write_round(place, groups, texts, advantages, meta, names, num_ids)
-    rewards = np.array([row for one in groups for row in one.rewards or ()], np.float64)
-    lengths = np.array([len(answer.token_ids) for answer in answers])
+        store = write_round(place, groups, texts, advantages, meta, _names(run), num_ids)
     sampling = [one["sample_s"] for one in by_rank]
     record = RoundRecord(
         step=run.progress.step,
         round=index + 1,
-        **_figures(totals, rewards, names),
-        num_answers=len(answers),
+        **_figures(run, prompts, groups),
         num_unscored=advantages.num_unscored,
-        mean_answer_tokens=float(lengths.mean()),
+        mean_answer_tokens=sum(len(answer.token_ids) for answer in answers) / len(answers),
         cut_share=float(is_cut.mean()),
         no_signal_share=advantages.num_dropped / len(groups),
         num_trained=int(advantages.is_kept.sum()),
@@ -338,38 +319,40 @@ def _write(
         score_s=max(one["score_s"] for one in by_rank),
         wait_s=max(sampling) - sum(sampling) / len(sampling),
         new_tokens_per_s=sum(one["num_tokens"] for one in by_rank) / max(max(sampling), 1e-9),
-        shown=_shown(prompts, groups, names),
     )
     return None if store is None else digest_of(store), record
 
 
-def _figures(totals: Any, rewards: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Return the means of scored answers; None where none is."""
+def _figures(run: TrainingRun, prompts: RolloutPrompts, groups: Sequence[Group]) -> dict[str, Any]:
+    """Return what records of scored groups have in common: means, None where nothing is scored, and answers to show."""
+    answers = [(one, at) for one in groups for at in range(len(one.answers))]
+    names, rows = _names(run), [row for one in groups for row in one.rewards or ()]
+    totals = [total for one in groups for total in one.totals]
+    scored = [(total, one, at) for total, (one, at) in zip(totals, answers, strict=True) if total is not None]
+    ranked = sorted(scored, key=lambda one: -one[0])
+    ends = ranked if len(ranked) <= 2 * NUM_SHOWN else [*ranked[:NUM_SHOWN], *ranked[-NUM_SHOWN:]]
 
-    def mean(values: Any) -> float | None:
-        return None if np.isnan(values).all() else float(np.nanmean(values))
+    def mean(values: Iterable[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return float(np.mean(known)) if known else None
 
-    by_name = {f"reward/{name}": mean(rewards[:, at]) for at, name in enumerate(names)}
-    return {"reward": mean(totals), "metrics": {name: value for name, value in by_name.items() if value is not None}}
-
-
-def _shown(prompts: RolloutPrompts, groups: Sequence[Group], names: Sequence[str]) -> tuple[RatedAnswer, ...]:
-    """Return the answers with the greatest and the least rewards, the greatest first."""
-    totals = ((total, one, at) for one in groups for at, total in enumerate(one.totals) if total is not None)
-    return tuple(
-        RatedAnswer(
-            prompts.prompts[one.prompt].text[-MAX_SHOWN:],
-            prompts.text_of(one.answers[at])[:MAX_SHOWN],
-            total,
-            dict(zip(names, (one.rewards or ())[at], strict=True)),
-        )
-        for total, one, at in _ends(sorted(totals, key=lambda item: -item[0]))
-    )
+    means = {f"reward/{name}": mean(row[place] for row in rows) for place, name in enumerate(names)}
+    return {
+        "reward": mean(totals),
+        "num_answers": len(answers),
+        "metrics": {name: value for name, value in means.items() if value is not None},
+        "shown": tuple(
+            RatedAnswer(
+                prompts.prompts[one.prompt].text[-MAX_SHOWN:], prompts.text_of(one.answers[at])[:MAX_SHOWN], total,
+                dict(zip(names, (one.rewards or ())[at], strict=True)),
+            )
+            for total, one, at in ends
+        ),
+    }  # fmt: skip
 
 
-def _ends(ranked: Sequence[T]) -> Iterable[T]:
-    """Return the first and the last of what is ranked."""
-    return ranked if len(ranked) <= 2 * NUM_SHOWN else [*ranked[:NUM_SHOWN], *ranked[-NUM_SHOWN:]]
+def _names(run: TrainingRun) -> list[str]:
+    return [reward.title for reward in run.config.rollout.rewards]
 
 
 def _remove_old(run: TrainingRun, index: int) -> None:
