@@ -75,24 +75,20 @@ def collect_round(
     identity = identity_of(run, prompts, index)
     journal = Journal(journal_folder(folder), identity, run.rank.index)
     known = journal.groups()
-    done = group.run_on_first_rank(lambda: [sorted(known), sorted(at for at, one in known.items() if one.rewards)])
+    sampled, scored = group.run_on_first_rank(lambda: [[*known], [at for at, one in known.items() if one.rewards]])
 
     def work() -> dict[str, Any]:
         with closing(journal):
             started, doing = time.perf_counter(), f"round {index + 1}: sampling answer"
-            mine = _deal(run, sorted({*range(len(numbers))} - {*done[0]}), numbers, lengths)
-            asked = [(at, int(numbers[at]), index * len(numbers) + at) for at in mine]
+            mine = _deal(run, sorted({*range(len(numbers))} - {*scored}), numbers, lengths)
+            asked = [(at, int(numbers[at]), index * len(numbers) + at) for at in mine if at not in sampled]
             num_tokens = _sample(run, prompts, asked, run.config.rollout.group, doing, journal.add)
-            sampled = time.perf_counter()
-            unscored = _deal(run, sorted({*done[0]} - {*done[1]}), numbers, lengths)
-            groups, problems = journal.groups(), Counter[str]()
-            to_score = [groups[at] for at in sorted({*mine, *unscored})]
-            for first in range(0, len(to_score), SCORED_GROUPS):
-                problems += _score(run, prompts, to_score[first : first + SCORED_GROUPS], journal.add)
-        return {
-            "sample_s": sampled - started, "score_s": time.perf_counter() - sampled, "num_tokens": num_tokens,
-            "problems": problems,
-        }  # fmt: skip
+            ended, groups, problems = time.perf_counter(), journal.groups(), Counter[str]()
+            for first in range(0, len(mine), SCORED_GROUPS):
+                some = [groups[at] for at in mine[first : first + SCORED_GROUPS]]
+                problems += _score(run, prompts, some, journal.add)
+        score_s = time.perf_counter() - ended
+        return {"sample_s": ended - started, "score_s": score_s, "num_tokens": num_tokens, "problems": problems}
 
     by_rank = _unless_stopped(run, work)
 
@@ -274,16 +270,12 @@ def _score(
     ]
     assert run.state.rewards is not None
     scores = run.state.rewards.score(items, lambda num_done: _tell(run, "scoring answer", num_done, len(items)))
-    rows, totals = iter(scores.values.tolist()), iter(scores.total.tolist())
+    none = np.array(None, object)
+    rows, totals = (iter(np.where(np.isnan(one), none, one).tolist()) for one in (scores.values, scores.total))
     for one in groups:
-        count = len(one.answers)
-        rewards = tuple(tuple(map(_number, row)) for row in islice(rows, count))
-        on_group(replace(one, rewards=rewards, totals=tuple(map(_number, islice(totals, count)))))
+        rewards = tuple(map(tuple, islice(rows, len(one.answers))))
+        on_group(replace(one, rewards=rewards, totals=tuple(islice(totals, len(one.answers)))))
     return scores.problems
-
-
-def _number(value: float) -> float | None:
-    return None if np.isnan(value) else value
 
 
 def _write(

@@ -68,11 +68,9 @@ def with_round(run: TrainingRun, index: int, store: TokenStore | None) -> Traini
     planned, plan = run.planned, run.plan
     assert isinstance(plan, BoundsPlan)
     if store is None:
-        none = np.zeros(0, np.int64)
-        normalizers = replace(planned.normalizers, values=dict.fromkeys(planned.normalizers.values, np.zeros(0)))
-        return replace(
-            run, planned=replace(planned, plan=plan.of_round(index, Samples(none, none)), normalizers=normalizers)
-        )
+        none, normalizers = Samples(np.zeros(0, np.int64), np.zeros(0, np.int64)), planned.normalizers
+        normalizers = replace(normalizers, values=dict.fromkeys(normalizers.values, np.zeros(0)))
+        return replace(run, planned=replace(planned, plan=plan.of_round(index, none), normalizers=normalizers))
     store = with_rollout_columns(store)
     for name in planned.objective.reference_columns:
         store = with_reference(store, name)
@@ -95,52 +93,46 @@ def open_round(run: TrainingRun, prompts: RolloutPrompts, index: int) -> tuple[b
 
     Raises CheckpointError if a step of the round is complete, and its answers are missing or other ones.
     """
-    folder = round_folder(run.config.folder, index + 1)
+    folder, is_begun = round_folder(run.config.folder, index + 1), run.progress.step > index * prompts.rounds.steps
+    file = folder.with_suffix(".json")
 
     def look() -> list[str | None]:
         """Return what identifies the answers; empty without any."""
-        is_begun = run.progress.step > index * run.config.rollout.steps
+        if not (is_begun or file.exists()):
+            return []
         try:
-            there = _digest_on_disk(run, folder, None if is_begun else identity_of(run, prompts, index))
+            said = validated(_ROUND_FILE, read_json(file, DataError), str(file), DataError)
+            if is_begun and said.digest != run.progress.round_store:
+                raise DataError(f"{folder} has other answers than the checkpoint's")
+            if not is_begun and said.identity != identity_of(run, prompts, index):
+                raise DataError(f"{file}: its answers are of another model, other rewards or other settings")
+            if said.digest is not None:
+                _verify(folder, said.digest)
         except DataError as error:
             if is_begun:
-                raise CheckpointError(_lost(run, index, error.text)) from error
+                raise CheckpointError(
+                    f"step {run.progress.step} is in round {index + 1}, whose other steps need its answers: "
+                    f"{error.text}; restore them, or remove this checkpoint, so that an earlier one goes on"
+                ) from error
             run.reporter.event("round_again", {"round": index + 1, "why": error.text})
             return []
-        if is_begun and there != [run.progress.round_store]:
-            why = f"{folder} has other answers than the checkpoint's" if there else f"{folder} is missing"
-            raise CheckpointError(_lost(run, index, why))
-        return there
+        # the start before may have ended between the round and these
+        run.reporter.record(said.record)
+        DurableIO().remove_tree(journal_folder(folder))
+        return [said.digest]
 
     there = run.checkpoints.group.run_on_first_rank(look)
     return bool(there), TokenStore.open(folder) if there and there[0] is not None else None
 
 
-def _digest_on_disk(run: TrainingRun, folder: Path, identity: str | None) -> list[str | None]:
-    """Return what identifies a round's answers; empty without any. Raises DataError, also for those of another run."""
-    if not (file := folder.with_suffix(".json")).exists():
-        return []
-    said = validated(_ROUND_FILE, read_json(file, DataError), str(file), DataError)
-    if identity not in (None, said.identity):
-        raise DataError(f"{file}: its answers are of another model, other rewards or other settings")
-    if said.digest is not None:
-        store = TokenStore.open(folder)
-        for sample in range(store.num_samples):  # before a step reads them
-            if store.check is not None:
-                store.check(sample)
-        if digest_of(store) != said.digest:
-            raise DataError(f"{folder}: its answers are not those that {file} names")
-    # the start before may have ended between the round and these
-    run.reporter.record(said.record)
-    DurableIO().remove_tree(journal_folder(folder))
-    return [said.digest]
-
-
-def _lost(run: TrainingRun, index: int, why: str) -> str:
-    return (
-        f"step {run.progress.step} is in round {index + 1}, whose other steps need its answers: {why}; restore them, "
-        "or remove this checkpoint, so that an earlier one goes on"
-    )
+def _verify(folder: Path, digest: str) -> None:
+    """Raise DataError unless a store is intact, before a step reads it, and has the answers with this digest."""
+    store = TokenStore.open(folder)
+    for sample in range(store.num_samples):
+        if store.check is not None:
+            store.check(sample)
+    if digest_of(store) != digest:
+        raise DataError(f"{folder}: its answers are not those of its round")
 
 
 def read_rewards(config: Config, reporter: Reporter, group: ControlGroup) -> Rewards | None:
