@@ -34,10 +34,6 @@ class RolloutPrompts:
     tokenizer: PreTrainedTokenizerBase
     rounds: Rounds
 
-    def prompt_ids(self, index: int, seed: int) -> NDArray[np.int64]:
-        """Return the prompts of a round, by their numbers in `prompts`, int64 (prompts,)."""
-        return self.train_ids[self.rounds.places(index, seed)]
-
     def text_of(self, answer: Completion) -> str:
         """Return what an answer says, without special tokens."""
         return str(self.tokenizer.decode(list(answer.answer_ids), skip_special_tokens=True))

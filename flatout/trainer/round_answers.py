@@ -71,7 +71,8 @@ def collect_round(
     only once its answers are on disk. Raises PassesStopped, ResourceError, and what `Rewards.score` raises.
     """
     group = run.checkpoints.group
-    folder, numbers = round_folder(run.config.folder, index + 1), prompts.prompt_ids(index, run.config.seed)
+    folder = round_folder(run.config.folder, index + 1)
+    numbers = prompts.train_ids[prompts.rounds.places(index, run.config.seed)]
     identity = identity_of(run, prompts, index)
     journal = Journal(journal_folder(folder), identity, run.rank.index)
     known = journal.groups()
@@ -137,12 +138,8 @@ def _unless_stopped(run: TrainingRun, work: Callable[[], Any]) -> list[Any]:
         except _StopRequested:
             return None
 
-    def forget_stop() -> None:
-        DurableIO().remove_tree(_stop_file(run))
-
-    group.run_on_first_rank(forget_stop)  # that of a start which was killed
+    group.run_on_first_rank(lambda: DurableIO().remove_tree(_stop_file(run)))  # that of a start before this one
     if None in (by_rank := group.run_on_all_ranks(until_stopped)):
-        group.run_on_first_rank(forget_stop)
         raise PassesStopped
     return by_rank
 
@@ -295,7 +292,8 @@ def _write(
         texts = [prompts.prompts.ids_of(one.prompt).tolist() for one in groups]
         meta = replace(prompts.prompts.meta, files=("rollouts",), name=f"round {index + 1}")
         place, num_ids = round_folder(run.config.folder, index + 1), run.planned.shape.vocab_size
-        store = write_round(place, groups, texts, advantages, meta, _names(run), num_ids)
+        titles = [reward.title for reward in run.config.rollout.rewards]
+        store = write_round(place, groups, texts, advantages, meta, titles, num_ids)
     sampling = [one["sample_s"] for one in by_rank]
     record = RoundRecord(
         step=run.progress.step,
@@ -318,7 +316,7 @@ def _write(
 def _figures(run: TrainingRun, prompts: RolloutPrompts, groups: Sequence[Group]) -> dict[str, Any]:
     """Return what records of scored groups have in common: means, None where nothing is scored, and answers to show."""
     answers = [(one, at) for one in groups for at in range(len(one.answers))]
-    names, rows = _names(run), [row for one in groups for row in one.rewards or ()]
+    names = [reward.title for reward in run.config.rollout.rewards]
     totals = [total for one in groups for total in one.totals]
     scored = [(total, one, at) for total, (one, at) in zip(totals, answers, strict=True) if total is not None]
     ranked = sorted(scored, key=lambda one: -one[0])
@@ -328,7 +326,8 @@ def _figures(run: TrainingRun, prompts: RolloutPrompts, groups: Sequence[Group])
         known = [value for value in values if value is not None]
         return float(np.mean(known)) if known else None
 
-    means = {f"reward/{name}": mean(row[place] for row in rows) for place, name in enumerate(names)}
+    by_name = zip(names, zip(*(row for one in groups for row in one.rewards or ()), strict=True), strict=True)
+    means = {f"reward/{name}": mean(values) for name, values in by_name}
     return {
         "reward": mean(totals),
         "num_answers": len(answers),
@@ -341,10 +340,6 @@ def _figures(run: TrainingRun, prompts: RolloutPrompts, groups: Sequence[Group])
             for total, one, at in ends
         ),
     }  # fmt: skip
-
-
-def _names(run: TrainingRun) -> list[str]:
-    return [reward.title for reward in run.config.rollout.rewards]
 
 
 def _remove_old(run: TrainingRun, index: int) -> None:

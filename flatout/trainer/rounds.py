@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -107,7 +106,11 @@ def open_round(run: TrainingRun, prompts: RolloutPrompts, index: int) -> tuple[b
             if not is_begun and said.identity != identity_of(run, prompts, index):
                 raise DataError(f"{file}: its answers are of another model, other rewards or other settings")
             if said.digest is not None:
-                _verify(folder, said.digest)
+                store = TokenStore.open(folder)
+                for sample in range(store.num_samples):
+                    store.sample(sample)  # raises if it is damaged, before a step reads it
+                if digest_of(store) != said.digest:
+                    raise DataError(f"{folder}: its answers are not those that {file} names")
         except DataError as error:
             if is_begun:
                 raise CheckpointError(
@@ -125,35 +128,24 @@ def open_round(run: TrainingRun, prompts: RolloutPrompts, index: int) -> tuple[b
     return bool(there), TokenStore.open(folder) if there and there[0] is not None else None
 
 
-def _verify(folder: Path, digest: str) -> None:
-    """Raise DataError unless a store is intact, before a step reads it, and has the answers with this digest."""
-    store = TokenStore.open(folder)
-    for sample in range(store.num_samples):
-        if store.check is not None:
-            store.check(sample)
-    if digest_of(store) != digest:
-        raise DataError(f"{folder}: its answers are not those of its round")
-
-
 def read_rewards(config: Config, reporter: Reporter, group: ControlGroup) -> Rewards | None:
     """Read the files of a run's reward functions without running them; None for a run on a data set. Collective.
 
     Raises UsageError on every rank for a file that one cannot read.
     """
-    if config.rollout.rounds is None:
-        return None
-    rank, read = group.rank, list[Rewards]()
+    rank, rewards = group.rank, list[Rewards]()
+    log_file = config.folder / "logs" / f"rewards-{rank.index}.log"
     # ranks of one host share its cores
     num_procs = max(1, usable_procs(None) // (rank.local_world or rank.world))
-    log_file = config.folder / "logs" / f"rewards-{rank.index}.log"
 
-    def read_files() -> None:
+    def read() -> None:
         DurableIO().make_dir(log_file.parent)
         log = partial(reporter.stage, "rewards")
-        read.append(Rewards(config.rollout.rewards, log_file, num_procs=num_procs, log=log))
+        rewards.append(Rewards(config.rollout.rewards, log_file, num_procs=num_procs, log=log))
 
-    group.run_on_all_ranks(read_files)
-    return read[0]
+    if config.rollout.rounds is not None:
+        group.run_on_all_ranks(read)
+    return next(iter(rewards), None)
 
 
 @contextmanager

@@ -108,8 +108,8 @@ def train(
     """Train a configuration to the end; `callbacks` are called on the first rank, after the console and run folder.
 
     `console` is one that the caller has entered; by default, a new one prints to standard output. `start_up` counts the
-    seconds since the launch of the process; by default, with this call. `reuse_measured` is as in `MemoryCheck`. A run
-    that does not evaluate leaves out the evaluation before its first step.
+    seconds since the launch of the process; by default, with this call. `reuse_measured` is as in `MemoryCheck`.
+    Without `evaluates`, no evaluation precedes the first step.
 
     Raises a FlatoutError; PreemptedError means saved and resumable. `on_peer_lost` is called in a thread of its own
     as soon as a rank is lost. The error is then raised, unless this rank is blocked in a collective: then end.json is
@@ -153,9 +153,8 @@ def train(
             if error is raised:
                 raise
             raise error from raised
-        final_dir = str(result.final_dir)
         with exits_refused():
-            reporter.end(RunEnd("complete", 0, time.time(), final_dir=final_dir))
+            reporter.end(RunEnd("complete", 0, time.time(), final_dir=str(result.final_dir)))
         return result
 
 

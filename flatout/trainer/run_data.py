@@ -35,7 +35,6 @@ from flatout.objectives.protocol import Objective
 from flatout.parallel.rank import Rank
 from flatout.planner.settings import PlanSettings
 from flatout.planner.shape import ModelShape, check_expert_ranks, check_positions
-from flatout.planner.steps.rounds import Rounds
 from flatout.planner.steps.training_plan import split_held_out
 from flatout.rollout.advantages import make_advantages
 from flatout.track.callback import Reporter
@@ -79,10 +78,6 @@ class RunData(NamedTuple):
     """The rows that embedding and head have to have for them; 0 without."""
     rollouts: RolloutPrompts | None = None
     """The prompts of a run of rounds, whose store is then the bounds of a round, or the answers of one."""
-
-    @property
-    def rounds(self) -> Rounds | None:
-        return self.rollouts.rounds if self.rollouts else None
 
 
 def open_data(config: Config, reporter: Reporter, rank: Rank, *, starts: bool) -> RunData:

@@ -294,7 +294,6 @@ def copied(ran, world, name, gone):
 DAMAGES = {
     "store": ("round-000002/token_ids.npy", lambda content: "damaged"),
     "key": ("round-000002.json", lambda content: json.dumps({"record": json.loads(content)["record"]})),
-    "type": ("round-000002.json", lambda content: json.dumps([content])),
 }
 
 
@@ -321,8 +320,6 @@ def test_a_start_before_the_first_checkpoint_takes_its_own_answers_and_none_of_o
     optim = {"optim": {"lr": 1e-3}} if changed == "optim" else {}
     train(world(folder.name, rollout={"temperature": 0.8, **rewards}, **optim))
     assert ([file.stat().st_mtime_ns for file in files] == before) == (changed == "nothing")
-    steps = load(folder).log.steps
-    assert max(steps[0].metrics["mismatch/max"], steps[2].metrics["mismatch/max"]) < 1 + 1e-4
 
 
 @pytest.mark.parametrize(
