@@ -46,8 +46,8 @@ class Group:
     prompt: int
     """The prompt's number among all."""
     answers: tuple[Completion, ...]
-    rewards: tuple[tuple[float | None, ...], ...] | None = None
-    """Of each answer what each function gave it, None for no score; None before the group is scored."""
+    rewards: tuple[tuple[float | None, ...], ...] = ()
+    """Of each answer what each function gave it, None for no score; empty before the group is scored."""
     totals: tuple[float | None, ...] = ()
     """The weighted sum of each answer's rewards; None for an answer that nothing has scored."""
 
@@ -86,7 +86,7 @@ class Journal:
         for path in sorted(self.folder.glob("rank-*.journal")):
             for line in islice(self._lines(path), 1, None):
                 group = _GROUP.validate_json(line)
-                if group.place not in groups or group.rewards is not None:
+                if group.place not in groups or group.rewards:
                     groups[group.place] = group
         return groups
 
@@ -139,7 +139,7 @@ def write_round(
                 continue
             answers = [group.answers[index] for index in kept]
             counts, ids = [len(answer.token_ids) for answer in answers], [answer.token_ids for answer in answers]
-            rewards = np.array([(group.rewards or ())[index] for index in kept], np.float32)
+            rewards = np.array([group.rewards[index] for index in kept], np.float32)
             values: dict[str, NDArray[Any]] = {
                 PREFIX_TOKENS: np.array([len(prompt) - 1], np.int32),
                 ADVANTAGE: _after(prompt, np.repeat(advantages.values[start:end][kept], counts), counts),

@@ -55,9 +55,8 @@ def open_prompts(config: Config, max_positions: int | None, reporter: Reporter) 
     )  # fmt: skip
     train_ids, held_out_ids = np.arange(len(prompts)), np.zeros(0, np.int64)
     if config.eval.fraction:
-        same = np.array(
-            [xxh3_64_intdigest(prompts.ids_of(number).tobytes()) for number in range(len(prompts))], np.uint64
-        )
+        each = map(prompts.ids_of, range(len(prompts)))
+        same = np.array([xxh3_64_intdigest(ids.tobytes()) for ids in each], np.uint64)
         train_ids, held_out_ids = split_held_out(train_ids, config.eval.fraction, config.seed, same)
     rounds = Rounds(rollout.rounds, rollout.prompts, rollout.group, rollout.steps, len(train_ids))
     opened = RolloutPrompts(prompts, train_ids, held_out_ids, tokenizer_of(config.data, config.model.name), rounds)

@@ -326,7 +326,7 @@ def _figures(run: TrainingRun, prompts: RolloutPrompts, groups: Sequence[Group])
         known = [value for value in values if value is not None]
         return float(np.mean(known)) if known else None
 
-    by_name = zip(names, zip(*(row for one in groups for row in one.rewards or ()), strict=True), strict=True)
+    by_name = zip(names, zip(*(row for one in groups for row in one.rewards), strict=True), strict=True)
     means = {f"reward/{name}": mean(values) for name, values in by_name}
     return {
         "reward": mean(totals),
@@ -335,7 +335,7 @@ def _figures(run: TrainingRun, prompts: RolloutPrompts, groups: Sequence[Group])
         "shown": tuple(
             RatedAnswer(
                 prompts.prompts[one.prompt].text[-MAX_SHOWN:], prompts.text_of(one.answers[at])[:MAX_SHOWN], total,
-                dict(zip(names, (one.rewards or ())[at], strict=True)),
+                dict(zip(names, one.rewards[at], strict=True)),
             )
             for total, one, at in ends
         ),

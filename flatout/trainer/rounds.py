@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -52,10 +51,7 @@ def rounds_of(run: TrainingRun) -> Iterator[TrainingRun]:
         if run.progress.stopped_early:
             return
         run.watch.set_phase("sample", run.progress.step)
-        is_there, store = open_round(run, prompts, index)
-        if not is_there:
-            store = collect_round(run, prompts, index, lengths)
-        if store is not None:
+        if (store := open_round(run, prompts, index, lengths)) is not None:
             counts = np.diff(store.offsets)
             lengths |= {int(row) - 1: float(counts[store.rows == row].mean()) for row in np.unique(store.rows)}
         run.progress.round_store = None if store is None else digest_of(store)
@@ -87,10 +83,12 @@ def with_round(run: TrainingRun, index: int, store: TokenStore | None) -> Traini
     return of_round
 
 
-def open_round(run: TrainingRun, prompts: RolloutPrompts, index: int) -> tuple[bool, TokenStore | None]:
-    """Return whether a round was sampled and scored before, and its answers; None if none is trained. Collective.
+def open_round(
+    run: TrainingRun, prompts: RolloutPrompts, index: int, lengths: Mapping[int, float]
+) -> TokenStore | None:
+    """Return the answers of a round that are trained, of an earlier start or sampled now; None for none. Collective.
 
-    Raises CheckpointError if a step of the round is complete, and its answers are missing or other ones.
+    Raises as `collect_round`, and CheckpointError if a step is complete, and its answers are missing or other ones.
     """
     folder, is_begun = round_folder(run.config.folder, index + 1), run.progress.step > index * prompts.rounds.steps
     file = folder.with_suffix(".json")
@@ -101,9 +99,8 @@ def open_round(run: TrainingRun, prompts: RolloutPrompts, index: int) -> tuple[b
             return []
         try:
             said = validated(_ROUND_FILE, read_json(file, DataError), str(file), DataError)
-            if is_begun and said.digest != run.progress.round_store:
-                raise DataError(f"{folder} has other answers than the checkpoint's")
-            if not is_begun and said.identity != identity_of(run, prompts, index):
+            own = run.progress.round_store if is_begun else identity_of(run, prompts, index)
+            if (said.digest if is_begun else said.identity) != own:
                 raise DataError(f"{file}: its answers are of another model, other rewards or other settings")
             if said.digest is not None:
                 store = TokenStore.open(folder)
@@ -124,8 +121,9 @@ def open_round(run: TrainingRun, prompts: RolloutPrompts, index: int) -> tuple[b
         DurableIO().remove_tree(journal_folder(folder))
         return [said.digest]
 
-    there = run.checkpoints.group.run_on_first_rank(look)
-    return bool(there), TokenStore.open(folder) if there and there[0] is not None else None
+    if not (there := run.checkpoints.group.run_on_first_rank(look)):
+        return collect_round(run, prompts, index, lengths)
+    return TokenStore.open(folder) if there[0] is not None else None
 
 
 def read_rewards(config: Config, reporter: Reporter, group: ControlGroup) -> Rewards | None:
@@ -146,15 +144,3 @@ def read_rewards(config: Config, reporter: Reporter, group: ControlGroup) -> Rew
     if config.rollout.rounds is not None:
         group.run_on_all_ranks(read)
     return next(iter(rewards), None)
-
-
-@contextmanager
-def opened(rewards: Rewards | None, group: ControlGroup) -> Iterator[None]:
-    """Run reward functions in their processes, which end with the block. Collective.
-
-    Raises UsageError on every rank for a function that one cannot use.
-    """
-    with ExitStack() as stack:
-        if rewards is not None:
-            group.run_on_all_ranks(lambda: stack.enter_context(rewards) and None)
-        yield

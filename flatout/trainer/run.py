@@ -65,7 +65,7 @@ from flatout.trainer.metrics import gather_gpus, run_start
 from flatout.trainer.passes import PassesStopped
 from flatout.trainer.planned_run import plan_run, require_same_run
 from flatout.trainer.resume import check_facts, find_checkpoint, restore_weights
-from flatout.trainer.rounds import opened, read_rewards
+from flatout.trainer.rounds import read_rewards
 from flatout.trainer.run_data import open_data
 from flatout.trainer.state import Progress, Setup, TrainingRun
 from flatout.trainer.steps_and_memory import weakest_gpu
@@ -230,7 +230,9 @@ def set_up_and_train(
     elif (config.folder / "start.json").exists():
         reporter.event("restarted", {"step": 0})
     setup = Setup(config, planned, checkpoints, reporter, rank, watch)
-    with opened(rewards, group):
+    with ExitStack() as stack:
+        if rewards is not None:  # their processes start on all ranks, before the model is loaded, or on none
+            group.run_on_all_ranks(lambda: stack.enter_context(rewards) and None)
         run = build_run(setup, checkpoint, memory_check)
         run.state.rewards = rewards
         if not evaluates:
