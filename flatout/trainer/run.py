@@ -108,8 +108,7 @@ def train(
     """Train a configuration to the end; `callbacks` are called on the first rank, after the console and run folder.
 
     `console` is one that the caller has entered; by default, a new one prints to standard output. `start_up` counts the
-    seconds since the launch of the process; by default, with this call. `reuse_measured` is as in `MemoryCheck`.
-    Without `evaluates`, no evaluation precedes the first step.
+    seconds since the launch; by default, this call. `reuse_measured`: as in `MemoryCheck`; `evaluates`: before step 1.
 
     Raises a FlatoutError; PreemptedError means saved and resumable. `on_peer_lost` is called in a thread of its own
     as soon as a rank is lost. The error is then raised, unless this rank is blocked in a collective: then end.json is
