@@ -152,9 +152,11 @@ def survive_rounds(config: Path, run_dir: Path, args: argparse.Namespace, draw: 
 
     def journal() -> tuple[int, int]:
         """Groups that are sampled and scored in the round at hand."""
-        lines = [line for path in run_dir.glob("rollouts/.round-*/rank-*.jsonl") for line in path.open() if "[" in line]
-        groups = [json.loads(line) for line in lines[1:] if line.endswith("\n")]
-        return len({group[0] for group in groups}), sum(group[3] is not None for group in groups)
+        lines = [
+            line for path in run_dir.glob("rollouts/.round-*/rank-*.journal") for line in path.open() if "{" in line
+        ]
+        groups = [json.loads(line.partition(" ")[2]) for line in lines if line.endswith("\n")]
+        return len({group["place"] for group in groups}), sum(bool(group["rewards"]) for group in groups)
 
     def progress() -> tuple[Any, ...]:
         stores = sorted(path.name for path in run_dir.glob("rollouts/round-*"))

@@ -108,19 +108,11 @@ class Run:
         Sampled as its generation_config says, unless `temperature` (0: greedy), `top_p` or `top_k` is given. `stream`
         prints each answer as it is generated.
         """
-        from flatout.rollout.chat import Sampling, answer_all, prompt_ids
+        from flatout.rollout.chat import Sampling, answer_all
 
         check_options(max_new_tokens, temperature, top_p, top_k, seed)
-        shown = prompts_in_memory(prompts, images, system)
-        model, tokenizer = self._model()
-        return answer_all(
-            model,
-            tokenizer,
-            [prompt_ids(model, tokenizer, one.messages, one.pictures) for one in shown],
-            max_new_tokens=max_new_tokens,
-            sampling=Sampling(temperature, top_p, top_k, seed),
-            stream=stream,
-        )
+        asked, sampling = self._asked(prompts, images, system), Sampling(temperature, top_p, top_k, seed)
+        return answer_all(*asked, max_new_tokens=max_new_tokens, sampling=sampling, stream=stream)
 
     @spelled_for(in_python)
     def sample(
@@ -140,19 +132,11 @@ class Run:
         are its logarithms; greedy ones (temperature 0) have the model's own. Draws depend on `seed`, the prompt's index
         and the completion's. Other arguments are those of `generate`.
         """
-        from flatout.rollout.chat import Sampling, prompt_ids, sample_all
+        from flatout.rollout.chat import Sampling, sample_all
 
         check_options(max_new_tokens, temperature, 1.0, 0, seed, n)
-        shown = prompts_in_memory(prompts, images, system)
-        model, tokenizer = self._model()
-        return sample_all(
-            model,
-            tokenizer,
-            [prompt_ids(model, tokenizer, one.messages, one.pictures) for one in shown],
-            n,
-            max_new_tokens=max_new_tokens,
-            sampling=Sampling(temperature, 1.0, 0, seed),
-        )
+        asked, sampling = self._asked(prompts, images, system), Sampling(temperature, 1.0, 0, seed)
+        return sample_all(*asked, n, max_new_tokens=max_new_tokens, sampling=sampling)
 
     def chat(self, prompt: str | None = None, **options: Any) -> str | None:
         """Answer one prompt, or chat at the keyboard until an empty line; `options` as for `generate`."""
@@ -208,6 +192,14 @@ class Run:
         steps = "\n".join(line for line in summary_lines(summarize(log), next_commands(log)) if "flatout" in line)
         shown = f"<b>{escape(str(self.folder))}</b> {escape(log.state)}"
         return f"<div>{shown}</div><table>{cells}</table>{f'<pre>{escape(steps)}</pre>' if steps else ''}"
+
+    def _asked(self, prompts: Prompts, images: Any, system: str | None) -> tuple[Any, Any, list[Sequence[int]]]:
+        """Return the model, its tokenizer, and the token ids of prompts."""
+        from flatout.rollout.chat import prompt_ids
+
+        shown = prompts_in_memory(prompts, images, system)
+        model, tokenizer = self._model()
+        return model, tokenizer, [prompt_ids(model, tokenizer, one.messages, one.pictures) for one in shown]
 
     def _model(self) -> tuple[Any, Any]:
         if self._loaded is None:

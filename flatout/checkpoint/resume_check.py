@@ -54,6 +54,11 @@ def _shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def numerics_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings by key of which a change affects the numerics; `config` is as those of `config_changes`."""
+    return {key: value for key, value in _leaves(config) if RESUME_EFFECTS.get(key, ("numerics", ""))[0] == "numerics"}
+
+
 def config_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """Return the settings that differ between a checkpoint's config and this run's, sorted by key.
 

@@ -199,8 +199,7 @@ def _show_prompts(path: Path, count: int) -> None:
     for number in range(min(count, len(prompts))):
         prompt = prompts[number]
         text = tokenizer.decode(list(prompt.token_ids), skip_special_tokens=False)
-        pictures = f", {len(prompt.pictures)} pictures" if prompt.pictures else ""
-        console.print(f"--- Prompt {number + 1} ({prompt.origin}, {len(prompt.token_ids)} tokens{pictures}) ---")
+        console.print(f"--- Prompt {number + 1} ({prompt.origin}, {len(prompt.token_ids)} tokens) ---")
         console.print(Text(printable(text)))
         console.print(
             Text(printable("\n".join(f"row.{key}: {value!r:.200}" for key, value in prompt.row.items())), "dim")

@@ -26,13 +26,13 @@ def run(args: argparse.Namespace) -> None:
 
     with progress_console() as console:
         outcome = replay(args.run, args.step, console)
-    for step in outcome.steps:
-        said = "; ".join(f"{name} was {then}, is {now}" for name, (then, now) in step.differs.items())
-        print(f"step {step.step:,}: {said or 'equal'}")
+    for step, differs in outcome.differences.items():
+        said = "; ".join(f"{name} was {then}, is {now}" for name, (then, now) in differs.items())
+        print(f"step {step:,}: {said or 'equal'}")
     if outcome.checkpoint is not None:
         count = len(outcome.differing_tensors)
         said = f"{counted(count, 'tensor')} differ, such as {outcome.differing_tensors[0]}" if count else "equal"
         print(f"weights and optimizer after step {outcome.checkpoint:,}: {said}")
     if not outcome.is_equal:
         raise NumericError("a step is not the same again; a GPU has the same bits with deterministic=true")
-    print(f"{counted(len(outcome.steps), 'step')} from step {outcome.start:,} on, the same to the bit")
+    print(f"{counted(len(outcome.differences), 'step')} from step {outcome.start:,} on, the same to the bit")

@@ -45,18 +45,14 @@ def _rows(log: RunLog) -> list[tuple[str, ...]]:
     def written(value: float | None, name: str) -> str:
         return "-" if value is None else ROUND[name].write(value)
 
-    shown = ("mean_answer_tokens", "cut_share", "no_signal_share", "new_tokens_per_s")
-    rows = [
-        (
-            f"{one.round:,}", f"{one.step:,}", written(one.reward, "reward"),
-            written(held_out.get(one.step), "reward"), *(written(getattr(one, name), name) for name in shown),
-        )
-        for one in log.rounds
-    ]  # fmt: skip
-    last = max(held_out, default=0)
-    if last > log.rounds[-1].step:
-        rows.append(("-", f"{last:,}", "-", written(held_out[last], "reward"), *"----"))
-    return rows
+    shown = ("reward", "mean_answer_tokens", "cut_share", "no_signal_share", "new_tokens_per_s")
+    rows = {one.step: (f"{one.round:,}", *(written(getattr(one, name), name) for name in shown)) for one in log.rounds}
+    return [
+        (number, f"{step:,}", reward, written(held_out.get(step), "reward"), *figures)
+        for step in sorted({*rows, *held_out})
+        # evaluations within a round and after the last one have a row of their own
+        for number, reward, *figures in [rows.get(step, ("-",) * 6)]
+    ]
 
 
 def _answer(one: RatedAnswer) -> str:

@@ -35,7 +35,7 @@ _WRITTEN = re.compile(
 )
 # those that stand in nobody's way
 _LEFT = re.compile(
-    rf"\.lock|\.models\.lock|\.write-probe|\.verify-\w+|slurm-\d+\.(log|lost)|\.[\w.-]+\.tmp(-{_HASH})?|"
+    rf"\.lock|\.models\.lock|\.write-probe|\.(verify|replay)-\w+|slurm-\d+\.(log|lost)|\.[\w.-]+\.tmp(-{_HASH})?|"
     rf"checkpoints/step-\d+\.(tmp|gone)-{_HASH}"
 )
 # folders with a manifest of their files, and folders of the above

@@ -128,7 +128,7 @@ class FaultsConfig(Section):
     stall_s: float = Field(default=1800.0, ge=1.0, le=604800.0)
     """Seconds without progress in a step after which the rank furthest behind counts as lost."""
     long_phase_s: float = Field(default=7200.0, ge=1.0, le=21600.0)
-    """The same limit while a rank loads, evaluates, saves or finishes, since the others may wait long for it."""
+    """The same limit while a rank loads, samples, evaluates, saves or finishes, since others may wait long for it."""
     join_s: float = Field(default=900.0, ge=1.0, le=604800.0)
     """Seconds that ranks and nodes wait for each other at the start."""
     min_ranks: int | None = Field(default=None, ge=1)

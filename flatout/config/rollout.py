@@ -41,10 +41,7 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _has_rounds_and_rewards(self) -> Self:
         if self.rounds is None:
-            fix = Fix({"rollout.rounds": 100})
-            refuse_unused(
-                self, tuple(name for name in type(self).model_fields if name != "rounds"), "needs rounds", fix
-            )
+            refuse_unused(self, tuple(type(self).model_fields), "needs rounds", Fix({"rollout.rounds": 100}))
             return self
         if not self.rewards:
             raise SettingError(

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,15 +15,13 @@ from numpy.typing import NDArray
 from flatout.config.data import DataConfig
 from flatout.data.build import Log, Progress, describe, read_chunks, readers_of, tokenizer_for
 from flatout.data.build_report import BuildReport, timed
-from flatout.data.conversation import PICTURE, Conversation, Origin
+from flatout.data.conversation import Conversation, Origin
 from flatout.data.dedupe import without_repeated
-from flatout.data.pictures.read import read_picture
 from flatout.data.readers import Readers, count_rows, most_rows
 from flatout.data.rows.converter import converted
 from flatout.data.rows.formats.advice import with_sources
 from flatout.data.rows.formats.fields import Row
 from flatout.data.rows.formats.parser import RowParser
-from flatout.data.rows.formats.pictures import MARK, is_picture_column
 from flatout.data.rows.formats.prompts import PROMPTED, asks_by_text
 from flatout.data.rows.read import RawRow
 from flatout.data.rows.sources import open_source
@@ -34,8 +31,8 @@ from flatout.data.tokenizer import tokenizer_facts
 from flatout.data.workers import tokenize_chunks
 from flatout.errors import DataError, Fix, UsageError
 
-# a row with its parser, its tokens, and the digests of its pictures
-_Tokenized = tuple[tuple[RawRow, RowParser], NDArray[np.int32], tuple[bytes, ...]]
+# a row with its parser, and its tokens
+_Tokenized = tuple[tuple[RawRow, RowParser], NDArray[np.int32]]
 # values of settings that say what carries loss, or change texts
 _NOT_OF_PROMPTS = ("all", "mask", "train", "text", "truncate", "split")
 
@@ -43,15 +40,13 @@ _NOT_OF_PROMPTS = ("all", "mask", "train", "text", "truncate", "split")
 class RunPrompt(NamedTuple):
     """A prompt: its tokens with what the template writes before an answer, and its turns, role and content.
 
-    `row` has all columns of its row as JSON has them, without pictures, whose files are `pictures`; <image> stands for
-    them in contents.
+    `row` has all columns of its row as JSON has them.
     """
 
     token_ids: tuple[int, ...]
     messages: tuple[dict[str, str], ...]
     row: dict[str, Any]
     origin: Origin
-    pictures: tuple[bytes, ...]
     is_text: bool
     """Whether its row has it as a text, not as turns: TRL tells the two apart."""
 
@@ -76,8 +71,6 @@ class PromptSet:
     rows: Sequence[tuple[RawRow, RowParser]]
     meta: StoreMeta
     """What a store of answers to them is made from."""
-    picture_digests: Mapping[int, tuple[bytes, ...]]
-    media_root: Path | None
     stop_tokens: tuple[str, ...]
     counts: Mapping[str, int]
 
@@ -94,25 +87,20 @@ class PromptSet:
         return self.token_ids[slice(*self.offsets[number : number + 2])]
 
     def __getitem__(self, number: int) -> RunPrompt:
-        """Return a prompt. Raises DataError if a file of its pictures has changed."""
+        """Return a prompt."""
         raw, parser = self.rows[number]
         sample = parser.parse(raw)
         assert isinstance(sample, Conversation)
-        files = [read_picture(picture, sample.origin, self.media_root) for picture in sample.pictures]
-        if tuple(file.digest for file in files) != self.picture_digests.get(number, ()):
-            raise DataError(f"{raw.origin}: a file of its pictures has changed since the run began; put it back")
-        messages = tuple({"role": m.role, "content": m.content.replace(PICTURE, MARK)} for m in sample.messages)
-        ids = tuple(self.ids_of(number).tolist())
-        row, shown = json.loads(_json_of(raw)), tuple(file.content for file in files)
-        return RunPrompt(ids, messages, row, raw.origin, shown, asks_by_text(Row(raw.columns, parser.options)))
+        messages = tuple({"role": m.role, "content": m.content} for m in sample.messages)
+        is_text, row = asks_by_text(Row(raw.columns, parser.options)), json.loads(_json_of(raw))
+        return RunPrompt(tuple(self.ids_of(number).tolist()), messages, row, raw.origin, is_text)
 
     @cached_property
     def fingerprint(self) -> str:
-        """What identifies the prompts: a hash of their tokens, rows and pictures, in their order."""
+        """What identifies the prompts: a hash of their tokens and rows, in their order."""
         content = xxhash.xxh3_128(self.offsets.tobytes() + self.token_ids.tobytes())
-        for number, (raw, _) in enumerate(self.rows):
+        for raw, _ in self.rows:
             content.update(_json_of(raw).encode())
-            content.update(b"".join(self.picture_digests.get(number, ())))
         return content.hexdigest()
 
 
@@ -144,16 +132,15 @@ def read_prompts(
     to_tokens = tokenizer_for(config, meta, model_name)
     report, prompts = BuildReport(config, lambda: most_rows(readers)), list[_Tokenized]()
     prompts += _tokenized(config, readers, to_tokens, report, (progress, log))
-    num_distinct = len({xxhash.xxh3_64_intdigest(ids.tobytes()) for _, ids, _ in prompts})
+    num_distinct = len({xxhash.xxh3_64_intdigest(ids.tobytes()) for _, ids in prompts})
     report.close(len(prompts), num_distinct)
     for text in [f"{one.name}: {said}" for one in sources for said in one.notes()] + report.notes():
         log(text)
     is_rendered = to_tokens.options.template_source is not None and not to_tokens.joins_texts
     stops = to_tokens.description.stops if is_rendered else ()
-    offsets = np.cumsum([0, *(len(ids) for _, ids, _ in prompts)], dtype=np.int64)
-    digests = {number: own for number, (_, _, own) in enumerate(prompts) if own}
-    rows, ids = [row for row, _, _ in prompts], np.concatenate([ids for _, ids, _ in prompts])
-    return PromptSet(ids, offsets, rows, meta, digests, config.media_root, stops, dict(report.counts))
+    offsets = np.cumsum([0, *(len(ids) for _, ids in prompts)], dtype=np.int64)
+    rows, ids = [row for row, _ in prompts], np.concatenate([ids for _, ids in prompts])
+    return PromptSet(ids, offsets, rows, meta, stops, dict(report.counts))
 
 
 def _tokenized(
@@ -173,8 +160,10 @@ def _tokenized(
         for place, row in enumerate(done.sample_row.tolist()):
             raw = chunk.rows[row]
             assert isinstance(raw, RawRow)
-            digests = tuple(picture.file.digest for picture in done.pictures[place]) if done.pictures else ()
-            yield from [((raw, chunk.parser), pieces[place], digests)] * int(chunk.copies[row])
+            if done.pictures and done.pictures[place]:
+                fix = Fix({}, "remove such rows, or their column of pictures, to ask without them")
+                raise DataError(f"{raw.origin}: has a picture, which prompts cannot have", [fix])
+            yield from [((raw, chunk.parser), pieces[place])] * int(chunk.copies[row])
         on_chunk(report.counts["rows"])
 
 
@@ -194,7 +183,7 @@ def _checked(config: DataConfig) -> DataConfig:
 
 
 def _json_of(raw: RawRow) -> str:
-    """Return the columns of a row as JSON, without those of pictures. Raises DataError for what JSON has not."""
+    """Return the columns of a row as JSON. Raises DataError for what JSON has not."""
 
     def as_json(value: Any) -> str:
         if hasattr(value, "isoformat"):
@@ -203,5 +192,4 @@ def _json_of(raw: RawRow) -> str:
             f"{raw.origin}: has a value of type {type(value).__name__}, which rewards do not get; remove it"
         )
 
-    columns = {name: value for name, value in raw.columns.items() if not is_picture_column(name)}
-    return json.dumps(columns, sort_keys=True, default=as_json)
+    return json.dumps(raw.columns, sort_keys=True, default=as_json)

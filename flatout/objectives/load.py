@@ -22,50 +22,51 @@ def load_objective(config: ObjectiveConfig) -> Objective:
     if not (isinstance(kind, type) and issubclass(kind, Objective)):
         what = "has no such class" if kind is None else "it is not a subclass of flatout.Objective"
         raise UsageError(f"objective.path: {config.path}: {what}; define class {name}(flatout.Objective) in {file}")
-    _check(kind, config.path)
+    if kind.__init__ is not Objective.__init__:
+        raise UsageError(
+            f"{config.path}: it has an __init__; write settings as fields instead, such as beta: float = 0.1"
+        )
     try:
         objective = kind.of(config.fields)
+        # with its settings, as variables of a class may be properties that depend on them
+        wrong = next(chain(_wrong_variables(objective), _wrong_metrics(objective)), None)
     except OF_OWN_CODE as error:
         why = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise UsageError(f"{config.path}: {why}") from error
+    if wrong is not None:
+        what, value, expected = wrong
+        raise UsageError(f"{config.path}: {what} is {value!r:.100}; expected {expected}")
     objective._source = own.digest
     return objective
 
 
-def _check(kind: type[Objective], where: str) -> None:
-    if kind.__init__ is not Objective.__init__:
-        raise UsageError(f"{where}: it has an __init__; write settings as fields instead, such as beta: float = 0.1")
-    for what, value, expected in chain(_wrong_variables(kind), _wrong_metrics(kind)):
-        raise UsageError(f"{where}: {what} is {value!r:.100}; expected {expected}")
-
-
-def _wrong_variables(kind: type[Objective]) -> Iterator[tuple[str, Any, str]]:
-    if not (isinstance(kind.name, str) and kind.name):
-        yield "name", kind.name, "a text"
-    if kind.reads not in ("labels", "scores"):
-        yield "reads", kind.reads, "labels or scores"
-    if kind.row_format not in (None, *(formats := get_args(Format))):
-        yield "row_format", kind.row_format, f"None, or one of {', '.join(formats)}"
-    if kind.scope not in ("token", "sample", "unit"):
-        yield "scope", kind.scope, "token, sample or unit"
-    if kind.reads == "scores" and kind.scope == "token":
-        yield "scope", kind.scope, "sample or unit, as reads is 'scores' and a sample has one"
+def _wrong_variables(objective: Objective) -> Iterator[tuple[str, Any, str]]:
+    if not (isinstance(objective.name, str) and objective.name):
+        yield "name", objective.name, "a text"
+    if objective.reads not in ("labels", "scores"):
+        yield "reads", objective.reads, "labels or scores"
+    if objective.row_format not in (None, *(formats := get_args(Format))):
+        yield "row_format", objective.row_format, f"None, or one of {', '.join(formats)}"
+    if objective.scope not in ("token", "sample", "unit"):
+        yield "scope", objective.scope, "token, sample or unit"
+    if objective.reads == "scores" and objective.scope == "token":
+        yield "scope", objective.scope, "sample or unit, as reads is 'scores' and a sample has one"
     for name, example in (("columns", "weight"), ("estimates", "kl")):
-        value: Any = getattr(kind, name)
+        value: Any = getattr(objective, name)
         if not (isinstance(value, tuple) and all(isinstance(item, str) for item in value)):
             yield name, value, f"a tuple of names, such as ({example!r},)"
-    if kind.scope == "unit" and not (type(kind.unit_size) is int and kind.unit_size > 0):
-        yield "unit_size", kind.unit_size, "the number of samples of a unit, such as 2, as scope is 'unit'"
-    for name in sorted({"kind", "path", "reference"} & set(kind.model_fields)):
+    if objective.scope == "unit" and not (type(objective.unit_size) is int and objective.unit_size > 0):
+        yield "unit_size", objective.unit_size, "the number of samples of a unit, such as 2, as scope is 'unit'"
+    for name in sorted({"kind", "path", "reference"} & set(type(objective).model_fields)):
         yield "the name of a field", name, f"another, as objective.{name} is a setting of flatout's"
 
 
-def _wrong_metrics(kind: type[Objective]) -> Iterator[tuple[str, Any, str]]:
-    counts = (*COUNTED, *kind.columns)
+def _wrong_metrics(objective: Objective) -> Iterator[tuple[str, Any, str]]:
+    counts = (*COUNTED, *objective.needed_columns)
     one_of = f"one of {', '.join(counts)}, or one of `columns`"
-    if kind.normalizer not in counts:
-        yield "normalizer", kind.normalizer, one_of
-    metrics: Any = kind.metrics
+    if objective.normalizer not in counts:
+        yield "normalizer", objective.normalizer, one_of
+    metrics: Any = objective.metrics
     if not (isinstance(metrics, Mapping) and all(isinstance(name, str) for name in metrics)):
         yield "metrics", metrics, "a mapping of names to flatout.Metric, such as {'margins': Metric()}"
         return

@@ -16,6 +16,7 @@ from flatout.objectives.protocol import Metric, Objective
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from flatout.config.rollout import RolloutConfig
     from flatout.objectives.loss_inputs import LabelTokens
 
 Baseline = Literal["mean_std", "mean", "leave_one_out", "batch_mean", "none"]
@@ -71,18 +72,30 @@ class Policy(Objective):
             refuse_unused(self, ["longest"], f"normalize_by {self.normalize_by}")
         return self
 
-    def for_rounds(self, max_new_tokens: int, temperature: float) -> Self:
-        """Return the objective for answers of so many tokens at most, drawn at a temperature.
+    def for_run(self, rollout: RolloutConfig) -> Self:
+        """Return the objective for the answers of a run's rounds, or for those of its data set.
 
-        Raises UsageError for settings of its own that say otherwise.
+        Raises UsageError for settings that do not fit them.
         """
-        if "temperature" in self.model_fields_set and self.temperature != temperature:
-            text = f"objective.temperature is {self.temperature}, but the answers are sampled with {temperature}"
-            raise UsageError(text, [Fix({"rollout.temperature": self.temperature})])
         # rloo and reinforce have a length of their own: 1
         needs_longest = self.normalize_by == "answers_longest" and self.longest is None
-        longest = {"longest": max_new_tokens} if needs_longest else {}
-        return self.model_copy(update={"temperature": temperature, **longest})
+        if rollout.rounds is None:
+            if needs_longest:
+                text = f"objective {self.name} divides by the tokens that an answer may have; set objective.longest"
+                raise UsageError(text, [Fix({"objective.normalize_by": "tokens"})])
+            return self
+        if "temperature" in self.model_fields_set and self.temperature != rollout.temperature:
+            text = (
+                f"objective.temperature is {self.temperature}, but the answers are sampled with {rollout.temperature}"
+            )
+            raise UsageError(text, [Fix({"rollout.temperature": self.temperature})])
+        is_of_round, group = self.advantage == "batch_mean", rollout.group
+        if group * (rollout.prompts if is_of_round else 1) == 1 and self.advantage != "none":
+            fixes = [Fix({"rollout.group": 8})] + [Fix({"objective.advantage": "batch_mean"})] * (not is_of_round)
+            why = f"advantage {self.advantage} compares the answers of a {'round' if is_of_round else 'group'}"
+            raise UsageError(f"rollout.group is 1, but {why}, of which one alone says nothing", fixes)
+        longest = {"longest": rollout.max_new_tokens} if needs_longest else {}
+        return self.model_copy(update={"temperature": rollout.temperature, **longest})
 
     @property
     def scope(self) -> Literal["token", "sample"]:  # type: ignore[override]  # by its settings
@@ -90,11 +103,6 @@ class Policy(Objective):
 
     @property
     def normalizer(self) -> str:  # type: ignore[override]  # by its settings
-        if self.normalize_by == "answers_longest" and self.longest is None:
-            raise UsageError(
-                f"objective {self.name} divides by the tokens that an answer may have; set objective.longest",
-                [Fix({"objective.normalize_by": "tokens"})],
-            )
         return "labels" if self.normalize_by == "tokens" else ANSWERS
 
     @property

@@ -22,8 +22,6 @@ class Advantages:
     is_kept: NDArray[np.bool_]
     num_unscored: int
     """Answers whose reward is NaN, which no mean reads."""
-    num_masked: int
-    """Answers with a reward that are not trained, but read by the means of their groups."""
     num_dropped: int
     """Groups with answers to train that say nothing, as the rewards that they are compared by are equal."""
     count: float
@@ -51,9 +49,8 @@ def make_advantages(
     is_kept = is_trained & has_signal
     num_dropped = sum(bool(is_trained[own].any() and not is_kept[own].any()) for own in _members(sizes))
     return Advantages(
-        values, is_kept, int((~is_scored).sum()), int((is_scored & ~is_trained).sum()), num_dropped,
-        count=float(is_trained.sum() / max(1, is_kept.sum())),
-    )  # fmt: skip
+        values, is_kept, int((~is_scored).sum()), num_dropped, count=float(is_trained.sum() / max(1, is_kept.sum()))
+    )
 
 
 def _members(sizes: NDArray[np.int64]) -> list[NDArray[np.int64]]:

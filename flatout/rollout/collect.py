@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
+from xxhash import xxh3_64_hexdigest
 
 from flatout.config.objective import ADVANTAGE, ANSWERS, SAMPLER_LOGPROB
 from flatout.data.columns import PREFIX_TOKENS, Column
@@ -44,10 +46,13 @@ class Group:
     prompt: int
     """The prompt's number among all."""
     answers: tuple[Completion, ...]
-    rewards: tuple[tuple[float | None, ...], ...] | None = None
-    """Of each answer what each function gave it, None for no score; None before the group is scored."""
+    rewards: tuple[tuple[float | None, ...], ...] = ()
+    """Of each answer what each function gave it, None for no score; empty before the group is scored."""
     totals: tuple[float | None, ...] = ()
     """The weighted sum of each answer's rewards; None for an answer that nothing has scored."""
+
+
+_GROUP, GROUPS = TypeAdapter(Group), TypeAdapter(list[Group])
 
 
 def journal_folder(folder: Path) -> Path:
@@ -58,16 +63,17 @@ def journal_folder(folder: Path) -> Path:
 class Journal:
     """What one rank has sampled and scored of a round: a line a group, on disk before the next one.
 
-    All ranks' journals of a round lie in one folder, which another number of ranks can read. A line that a crash cut
-    off is left out, and so are journals of another `identity`.
+    All ranks' journals of a round lie in one folder, which another number of ranks can read. Each line begins with a
+    hash of the rest: one that is damaged, or that a crash cut off, is left out, and so are journals of another
+    `identity`.
     """
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any], rank: int) -> None:
+    def __init__(self, folder: Path, identity: str, rank: int) -> None:
         """Open this rank's journal behind what a start before this one has left. Raises ResourceError."""
-        self.folder, self._first = folder, json.dumps(identity, sort_keys=True)
-        path, durable_io = folder / f"rank-{rank}.jsonl", DurableIO()
+        self.folder, self._first = folder, identity.encode()
+        path, durable_io = folder / f"rank-{rank}.journal", DurableIO()
         durable_io.make_dir(folder)
-        is_new = not path.exists() or next(self._lines(path), None) is None
+        is_new = next(self._lines(path), None) is None
         if is_new:
             durable_io.remove_tree(path)
         self._file = AppendFile(path)
@@ -77,40 +83,35 @@ class Journal:
     def groups(self) -> dict[int, Group]:
         """Return what all ranks have, by place: the newest line of each group."""
         groups: dict[int, Group] = {}
-        for path in sorted(self.folder.glob("rank-*.jsonl")):
+        for path in sorted(self.folder.glob("rank-*.journal")):
             for line in islice(self._lines(path), 1, None):
-                group = _group_of(json.loads(line))
-                if group.place not in groups or group.rewards is not None:
+                group = _GROUP.validate_json(line)
+                if group.place not in groups or group.rewards:
                     groups[group.place] = group
         return groups
 
     def _lines(self, path: Path) -> Iterator[bytes]:
-        """Yield the whole lines of a journal of this identity, its first one too."""
-        with open_plain(path) as file:
-            for number, line in enumerate(file):
-                if not line.endswith(b"\n") or (number == 0 and line.decode().rstrip("\n") != self._first):
+        """Yield the intact lines of a journal of this identity without their hashes, its first one too."""
+        with suppress(OSError), open_plain(path) as file:
+            for number, content in enumerate(file):
+                digest, _, line = content.rstrip(b"\n").partition(b" ")
+                is_intact = digest == xxh3_64_hexdigest(line).encode()
+                if number == 0 and not (is_intact and line == self._first):
                     return
-                yield line
+                if is_intact:
+                    yield line
 
     def add(self, group: Group) -> None:
         """Append a group, which the system has once this returns. Raises ResourceError."""
-        answers = [[answer.token_ids, answer.logprobs, answer.ending] for answer in group.answers]
-        self._write(json.dumps([group.place, group.prompt, answers, group.rewards, group.totals]))
+        self._write(_GROUP.dump_json(group))
 
-    def _write(self, line: str) -> None:
-        self._file.write(line)
+    def _write(self, line: bytes) -> None:
+        self._file.write(f"{xxh3_64_hexdigest(line)} {line.decode()}")
         if self._file.trouble is not None:
             raise ResourceError(self._file.trouble)
 
     def close(self) -> None:
         self._file.close()
-
-
-def _group_of(line: Any) -> Group:
-    place, prompt, answers, rewards, totals = line
-    completions = tuple(Completion(tuple(ids), tuple(logprobs), ending) for ids, logprobs, ending in answers)
-    scored = None if rewards is None else tuple(map(tuple, rewards))
-    return Group(place, prompt, completions, scored, tuple(totals))
 
 
 def write_round(
@@ -138,7 +139,7 @@ def write_round(
                 continue
             answers = [group.answers[index] for index in kept]
             counts, ids = [len(answer.token_ids) for answer in answers], [answer.token_ids for answer in answers]
-            rewards = np.array([(group.rewards or ())[index] for index in kept], np.float32)
+            rewards = np.array([group.rewards[index] for index in kept], np.float32)
             values: dict[str, NDArray[Any]] = {
                 PREFIX_TOKENS: np.array([len(prompt) - 1], np.int32),
                 ADVANTAGE: _after(prompt, np.repeat(advantages.values[start:end][kept], counts), counts),

@@ -15,13 +15,14 @@ from flatout.trainer.evaluate import evaluate_now
 from flatout.trainer.metrics import Meter, is_due
 from flatout.trainer.passes import PassesStopped
 from flatout.trainer.resume import take_snapshot
+from flatout.trainer.rounds import rounds_of
 from flatout.trainer.state import TrainingRun
 from flatout.trainer.step import Pending, step_launcher
 from flatout.trainer.step_guards import require_own_answers, tell_divergence
 
 
 def run_steps(run: TrainingRun) -> None:
-    """Run the plan's remaining steps; evaluate and save when due.
+    """Run the plan's remaining steps, of each round once it is sampled; evaluate and save when due.
 
     Compilations during training are logged as events. Raises PassesStopped when a stop was requested, which leaves the
     completed steps to be saved, and NumericError if a loss or gradient is not finite (`full.update: backward` finds the
@@ -33,30 +34,37 @@ def run_steps(run: TrainingRun) -> None:
 
     with gc_frozen(run.device), report_compilations(on_compiled):
         meter = Meter(run)
-        evaluate_before_steps(run)
-        launch = step_launcher(run)
-        launched: deque[tuple[StepPlan, Pending]] = deque()
-        meter.start_step()
-        for step in run.loader.prefetching(run.plan.steps(start=run.progress.step), run.data_parallel_rank):
-            if run.progress.stopped_early:
-                break
-            run.watch.set_phase("step", step.index)
-            launched.append((step, launch(step)))
-            # `finish` evaluates and saves after the last step
-            completed, is_last = step.index + 1, step.index + 1 == run.plan.num_steps
-            evaluates = not is_last and is_due(completed, run.config.eval.every_steps, run.plan.num_steps)
-            saves = not is_last and is_due(completed, run.config.checkpoint.every_steps, run.plan.num_steps)
-            # read a step's outcome only after launching the next one, so that the device never waits for the host
-            num_pending = 0 if is_last or evaluates or saves or not run.state.num_in_flight else 1
-            while len(launched) > num_pending:
-                finish_step(run, meter, *launched.popleft())
-            if not launched:
-                is_best = evaluates and evaluate_now(run)
-                if is_best or saves:
-                    save(run, best=is_best)
-                meter.start_step()
-        while launched:  # the last step of a round, unless it is the run's
+        for round_run in rounds_of(run):
+            meter.start_round(round_run)
+            take_steps(round_run, meter)
+
+
+def take_steps(run: TrainingRun, meter: Meter) -> None:
+    """Run the remaining steps of a round, or of a run on a data set."""
+    evaluate_before_steps(run)
+    launch = step_launcher(run)
+    launched: deque[tuple[StepPlan, Pending]] = deque()
+    meter.start_step()
+    for step in run.loader.prefetching(run.plan.steps(start=run.progress.step), run.data_parallel_rank):
+        if run.progress.stopped_early:
+            break
+        run.watch.set_phase("step", step.index)
+        launched.append((step, launch(step)))
+        # `finish` evaluates and saves after the last step
+        completed, is_last = step.index + 1, step.index + 1 == run.plan.num_steps
+        evaluates = not is_last and is_due(completed, run.config.eval.every_steps, run.plan.num_steps)
+        saves = not is_last and is_due(completed, run.config.checkpoint.every_steps, run.plan.num_steps)
+        # read a step's outcome only after launching the next one, so that the device never waits for the host
+        num_pending = 0 if is_last or evaluates or saves or not run.state.num_in_flight else 1
+        while len(launched) > num_pending:
             finish_step(run, meter, *launched.popleft())
+        if not launched:
+            is_best = evaluates and evaluate_now(run)
+            if is_best or saves:
+                save(run, best=is_best)
+            meter.start_step()
+    while launched:  # the last step of a round, unless it is the run's
+        finish_step(run, meter, *launched.popleft())
 
 
 def evaluate_before_steps(run: TrainingRun) -> None:

@@ -41,7 +41,7 @@ STRAGGLER_SLOWDOWN, STRAGGLER_STEPS = 1.5, 20
 
 
 class Meter:
-    """Records the rates of the steps since the last record."""
+    """Records the rates of the steps since the last record, over all rounds of a run."""
 
     def __init__(self, run: TrainingRun) -> None:
         self._run = run
@@ -49,10 +49,17 @@ class Meter:
         if self._peak is not None:
             run.reporter.stage("mfu", f"MFU against {self._peak.describe()}; without recomputation")
         self._clock = StepClock(run.device)
-        self._stragglers, self._memory = Stragglers(run.reporter.event), PeakMemoryReporter(run)
+        self._stragglers, self._memory = Stragglers(run.reporter.event), PeakMemoryReporter()
         self._steps: list[StepPlan] = []
         self._rank_figures: list[tuple[RankFigures, ...]] = []
-        self._elapsed_s = 0.0
+        self._elapsed_s = self._num_flops = 0.0
+        self._num_rounds, self._between_rounds_s, self._ended_at = 0, 0.0, time.perf_counter()
+
+    def start_round(self, run: TrainingRun) -> None:
+        """Take the steps of a round from now on; it was sampled since the last step."""
+        self._run = run
+        self._num_rounds += 1
+        self._between_rounds_s += time.perf_counter() - self._ended_at
 
     def start_step(self) -> None:
         """Start the clock; evaluation and saving happen between steps and do not count."""
@@ -65,20 +72,23 @@ class Meter:
         self._steps.append(step)
         self._rank_figures.append(outcome.rank_figures)
         self._elapsed_s += step_s
+        self._num_flops += useful_flops(run, step)
         run.progress.elapsed_s += step_s
         self._stragglers.check(completed, [busy_seconds(rank) for rank in outcome.rank_figures])
         if is_due(completed, run.config.log_every_steps, run.plan.num_steps) or completed == run.plan.num_steps:
             run.reporter.record(self._record(step, outcome))
-            self._steps, self._rank_figures, self._elapsed_s = [], [], 0.0
-        self._memory.end_step(step)
+            self._steps, self._rank_figures, self._elapsed_s, self._num_flops = [], [], 0.0, 0.0
+        self._memory.end_step(run, step)
+        self._ended_at = time.perf_counter()
 
     def _record(self, step: StepPlan, outcome: StepOutcome) -> StepRecord:
         run, elapsed_s, num_recorded = self._run, self._elapsed_s, len(self._steps)
-        flops_per_s = sum(useful_flops(run, recorded) for recorded in self._steps) / elapsed_s
+        flops_per_s = self._num_flops / elapsed_s
         # a step without label tokens is skipped
         num_tokens = sum(recorded.num_tokens for recorded in self._steps if recorded.num_label_tokens)
         busy_s = tuple(map(busy_seconds, outcome.rank_figures)) if len(outcome.rank_figures) > 1 else ()
         num_left = run.plan.num_steps - step.index - 1
+        between_s = self._between_rounds_s / max(1, self._num_rounds) * (num_left // len(run.plan.numbers))
         return StepRecord(
             step=step.index + 1,
             num_steps=run.plan.num_steps,
@@ -108,7 +118,7 @@ class Meter:
             num_recorded=num_recorded,
             num_ranks=run.rank.world,
             tokens_per_s_per_rank=num_tokens / elapsed_s / run.rank.world,
-            eta_s=run.progress.elapsed_s / (step.index + 1) * num_left,
+            eta_s=run.progress.elapsed_s / (step.index + 1) * num_left + between_s,
             **combined_figures(self._rank_figures, elapsed_s),
             **_reported(run, step.index + 1, outcome.aux_loss_sums),
         )
@@ -156,14 +166,12 @@ class Stragglers:
 class PeakMemoryReporter:
     """Logs planned and measured peaks once, after this process's second step, unless memory ran out (a cap is set)."""
 
-    def __init__(self, run: TrainingRun) -> None:
-        self._run = run
+    def __init__(self) -> None:
         self._num_steps = 0
         self._largest = MicroBatchSize(0, 0, 0)
 
-    def end_step(self, step: StepPlan) -> None:
+    def end_step(self, run: TrainingRun, step: StepPlan) -> None:
         """Keep the largest micro-batch so far; after the second step, log the peaks."""
-        run = self._run
         self._num_steps += 1
         if self._num_steps > MEASURED_STEP or run.device.type != "cuda":
             return

@@ -106,6 +106,7 @@ def compute_token_column(
     store, offsets = loader.store, loader.store.offsets
     column = np.zeros(int(offsets[-1]), np.float32)
     for step in steps:
+        run.watch.alive()
         if not (ids := _ids(step)):
             continue
         values = compute_logprobs(run, loader, plan, step, ids, per="token", temperature=temperature)
@@ -215,7 +216,7 @@ def _fill_reference(
         if not (unknown := _unknown(values, chunk)):
             continue
         run.reporter.phase("computing the reference", done, total)
-        run.watch.set_phase("start")  # it goes on, however long the pass is
+        run.watch.alive()
         computed, ids = compute_logprobs(run, loader, plan, chunk, _ids(chunk)), np.array(_ids(chunk))
         # what is known stays as it is: it may be of another packing
         is_unknown = np.isnan(values[ids])

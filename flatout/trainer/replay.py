@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,27 +30,20 @@ COMPARED = ("loss", "grad_norm", "lr", "token_accuracy", "metrics")
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayedStep:
-    """A step that was taken again; `differs` has each figure with its value then and now."""
-
-    step: int
-    differs: Mapping[str, tuple[object, object]]
-
-
-@dataclass(frozen=True, slots=True)
 class Replay:
     """What a replay found."""
 
     start: int
     """The complete steps that it began from."""
-    steps: tuple[ReplayedStep, ...]
+    differences: Mapping[int, Mapping[str, tuple[object, object]]]
+    """Of each step that was taken again, the figures that differ, with their values then and now."""
     checkpoint: int | None
     """The checkpoint whose weights and optimizer were compared; None: the run has none between."""
     differing_tensors: tuple[str, ...] = ()
 
     @property
     def is_equal(self) -> bool:
-        return not self.differing_tensors and not any(step.differs for step in self.steps)
+        return not self.differing_tensors and not any(self.differences.values())
 
 
 class _Replayed(Exception):  # noqa: N818  (the end, not an error)
@@ -59,13 +53,12 @@ class _Replayed(Exception):  # noqa: N818  (the end, not an error)
 class _Compare(Callback):
     def __init__(self, records: Mapping[int, StepRecord], last: int, saved: int | None) -> None:
         self._records, self._last, self._saved = records, last, saved
-        self.steps: list[ReplayedStep] = []
+        self.differences: dict[int, Mapping[str, tuple[object, object]]] = {}
 
     def on_step(self, record: StepRecord) -> None:
         if (before := self._records.get(record.step)) is not None:
             pairs = {name: (getattr(before, name), getattr(record, name)) for name in COMPARED}
-            differs = {name: (then, now) for name, (then, now) in pairs.items() if repr(then) != repr(now)}
-            self.steps.append(ReplayedStep(record.step, differs))
+            self.differences[record.step] = {name: two for name, two in pairs.items() if repr(two[0]) != repr(two[1])}
         # a save of the last step follows its record
         if record.step == self._last != self._saved:
             raise _Replayed
@@ -94,14 +87,14 @@ def replay(folder: Path, step: int, console: ConsoleCallback) -> Replay:
     _require_answers(config, folder, range(start, step))
     compared = max((one for one in saved if start < one <= step), default=None)
     with _prepared(config, folder, start, compared) as (again, copy):
-        watcher = _Compare({one: records[one] for one in records if start < one <= step}, step, compared)
+        watcher = _Compare(records, step, compared)
         with suppress(_Replayed):
-            train(again, callbacks=[watcher], console=console)
+            train(again, callbacks=[watcher], console=console, evaluates=False)
         tensors: tuple[str, ...] = ()
         if compared is not None:
             name = f"checkpoints/step-{compared}"
             tensors = tuple(_differing(folder / name, copy / name))
-    return Replay(start, tuple(watcher.steps), compared, tensors)
+    return Replay(start, watcher.differences, compared, tensors)
 
 
 def _require_answers(config: Config, folder: Path, steps: Sequence[int]) -> None:
@@ -114,18 +107,17 @@ def _require_answers(config: Config, folder: Path, steps: Sequence[int]) -> None
 
 @contextmanager
 def _prepared(config: Config, folder: Path, start: int, compared: int | None) -> Iterator[tuple[Config, Path]]:
-    """Yield the settings of a run in a temporary folder that resumes after `start` steps, and the folder."""
-    with tempfile.TemporaryDirectory(prefix="flatout-replay-") as temporary:
-        copy = Path(temporary) / folder.name
-        (copy / "checkpoints").mkdir(parents=True)
+    """Yield the settings of a run in a temporary folder that resumes after `start` steps, and the folder.
+
+    It lies in the run's, where there is room for a checkpoint; what it shares with the run is linked file by file, so
+    that the replay would replace a link, and never what it leads to.
+    """
+    with tempfile.TemporaryDirectory(prefix=".replay-", dir=folder) as at:
+        copy, shared = Path(at) / folder.name, ["rollouts", f"checkpoints/step-{start}"]
+        copy.mkdir()
         shutil.copy(folder / RUN_NAME, copy)
-        if start:
-            name = f"checkpoints/step-{start}"
-            shutil.copytree(folder / name, copy / name)
-        # one by one: what the replay would write replaces a link, and never what it leads to
-        (copy / "rollouts").mkdir()
-        for path in (folder / "rollouts").glob("round-*"):
-            (copy / "rollouts" / path.name).symlink_to(path.absolute())
+        for name in [name for name in shared if (folder / name).is_dir()]:
+            shutil.copytree(folder.absolute() / name, copy / name, copy_function=os.symlink)
         here = paths_in_place(config, folder, config.folder)
         checkpoint = here.checkpoint.model_copy(update={"every_steps": compared, "asynchronous": False})
         yield here.model_copy(

@@ -34,10 +34,6 @@ class RolloutPrompts:
     tokenizer: PreTrainedTokenizerBase
     rounds: Rounds
 
-    def prompt_ids(self, index: int, seed: int) -> NDArray[np.int64]:
-        """Return the prompts of a round, by their numbers in `prompts`, int64 (prompts,)."""
-        return self.train_ids[self.rounds.places(index, seed)]
-
     def longest_answer(self, max_new_tokens: int, max_positions: int | None) -> int:
         """Return the most tokens of an answer with its prompt."""
         longest = int(self.prompts.lengths.max()) + max_new_tokens
@@ -51,7 +47,7 @@ class RolloutPrompts:
 def open_prompts(config: Config, max_positions: int | None, reporter: Reporter) -> tuple[RolloutPrompts, TokenStore]:
     """Read the prompts of a run of rounds; return them, and the bounds of a round.
 
-    Raises DataError for sources without a usable prompt.
+    Raises DataError for sources without a usable prompt, or with pictures.
     """
     rollout = config.rollout
     assert rollout.rounds is not None
@@ -64,9 +60,8 @@ def open_prompts(config: Config, max_positions: int | None, reporter: Reporter) 
     )  # fmt: skip
     train_ids, held_out_ids = np.arange(len(prompts)), np.zeros(0, np.int64)
     if config.eval.fraction:
-        same = np.array(
-            [xxh3_64_intdigest(prompts.ids_of(number).tobytes()) for number in range(len(prompts))], np.uint64
-        )
+        each = map(prompts.ids_of, range(len(prompts)))
+        same = np.array([xxh3_64_intdigest(ids.tobytes()) for ids in each], np.uint64)
         train_ids, held_out_ids = split_held_out(train_ids, config.eval.fraction, config.seed, same)
     rounds = Rounds(rollout.rounds, rollout.prompts, rollout.group, rollout.steps, len(train_ids))
     opened = RolloutPrompts(prompts, train_ids, held_out_ids, tokenizer_of(config.data, config.model.name), rounds)

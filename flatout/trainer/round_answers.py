@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from xxhash import xxh3_128_hexdigest
 
+from flatout.checkpoint.resume_check import numerics_of
 from flatout.checkpoint.write import saved_steps
 from flatout.config.folders import round_folder
 from flatout.config.objective import ADVANTAGE, SAMPLER_LOGPROB
-from flatout.data.prompts import RunPrompt
+from flatout.config.section import with_paths
 from flatout.data.token_store import TokenStore
 from flatout.errors import Fix, ResourceError
 from flatout.io.durable_io import DurableIO
@@ -24,8 +28,8 @@ from flatout.models.stops import stop_token_ids
 from flatout.objectives.policy import Policy
 from flatout.planner.steps.packing import partition
 from flatout.rollout.advantages import make_advantages
-from flatout.rollout.collect import Group, Journal, journal_folder, write_round
-from flatout.rollout.rewards.pool import Item, Scores
+from flatout.rollout.collect import GROUPS, Group, Journal, journal_folder, write_round
+from flatout.rollout.rewards.pool import Item
 from flatout.rollout.sampler import Completion, NoRoomError, SamplingParams
 from flatout.track.record import HeldOutRecord, RatedAnswer, RoundRecord
 from flatout.trainer.answers import release_slots, sampling
@@ -35,6 +39,8 @@ from flatout.trainer.state import TrainingRun
 
 # groups that are scored, and then in the journal, at once
 SCORED_GROUPS = 16
+# sampled tokens between two signs of life
+TOLD_TOKENS = 64
 # answers that a record shows: the best, and as many of the worst
 NUM_SHOWN = 3
 # characters of each that are shown
@@ -42,7 +48,18 @@ MAX_SHOWN = 2000
 
 
 class _StopRequested(Exception):  # noqa: N818  (a request, not an error)
-    """This rank was asked to stop, which ranks agree on after their answers."""
+    """A rank was asked to stop, which ranks agree on after their answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundFile:
+    """What `round-N.json` says of a complete round."""
+
+    digest: str | None
+    """What identifies its answers; None: none is trained."""
+    identity: Any
+    """`identity_of` the round."""
+    record: RoundRecord
 
 
 def collect_round(
@@ -53,35 +70,33 @@ def collect_round(
     Each rank samples and scores its own prompts, of about the same expected number of tokens, and waits for the others
     only once its answers are on disk. Raises PassesStopped, ResourceError, and what `Rewards.score` raises.
     """
-    run.watch.set_phase("sample", run.progress.step)
     group = run.checkpoints.group
-    folder, numbers = round_folder(run.config.folder, index + 1), prompts.prompt_ids(index, run.config.seed)
+    folder = round_folder(run.config.folder, index + 1)
+    numbers = prompts.train_ids[prompts.rounds.places(index, run.config.seed)]
     identity = identity_of(run, prompts, index)
     journal = Journal(journal_folder(folder), identity, run.rank.index)
     known = journal.groups()
-    done = group.run_on_first_rank(lambda: [sorted(known), sorted(at for at, one in known.items() if one.rewards)])
+    sampled, scored = group.run_on_first_rank(lambda: [[*known], [at for at, one in known.items() if one.rewards]])
 
     def work() -> dict[str, Any]:
         with closing(journal):
-            started = time.perf_counter()
-            mine = _deal(run, sorted({*range(len(numbers))} - {*done[0]}), numbers, lengths)
-            num_tokens = _sample(run, prompts, index, [(at, int(numbers[at])) for at in mine], journal)
-            sampled = time.perf_counter()
-            unscored = _deal(run, sorted({*done[0]} - {*done[1]}), numbers, lengths)
-            groups = journal.groups()
-            counts = _score(run, prompts, [groups[at] for at in sorted({*mine, *unscored})], journal)
-        return {
-            "sample_s": sampled - started, "score_s": time.perf_counter() - sampled, "num_tokens": num_tokens,
-            "problems": counts,
-        }  # fmt: skip
+            started, doing = time.perf_counter(), f"round {index + 1}: sampling answer"
+            mine = _deal(run, sorted({*range(len(numbers))} - {*scored}), numbers, lengths)
+            asked = [(at, int(numbers[at]), index * len(numbers) + at) for at in mine if at not in sampled]
+            num_tokens = _sample(run, prompts, asked, run.config.rollout.group, doing, journal.add)
+            ended, groups, problems = time.perf_counter(), journal.groups(), Counter[str]()
+            for first in range(0, len(mine), SCORED_GROUPS):
+                some = [groups[at] for at in mine[first : first + SCORED_GROUPS]]
+                problems += _score(run, prompts, some, journal.add)
+        score_s = time.perf_counter() - ended
+        return {"sample_s": ended - started, "score_s": score_s, "num_tokens": num_tokens, "problems": problems}
 
     by_rank = _unless_stopped(run, work)
 
     def write() -> str | None:
         groups = [one for _, one in sorted(journal.groups().items())]
         digest, record = _write(run, prompts, index, groups, by_rank)
-        facts = {"digest": digest, "identity": identity, "record": asdict(record)}
-        DurableIO().write_json(folder.with_suffix(".json"), facts)
+        DurableIO().write_json(folder.with_suffix(".json"), asdict(RoundFile(digest, identity, record)))
         DurableIO().remove_tree(journal.folder)
         _remove_old(run, index)
         run.reporter.record(record)
@@ -95,70 +110,72 @@ def held_out_reward(run: TrainingRun, prompts: RolloutPrompts) -> float | None:
 
     Collective. None without a scored answer. Raises PassesStopped.
     """
-    started, names = time.perf_counter(), _names(run)
+    started = time.perf_counter()
 
-    def work() -> dict[str, Any]:
-        own = prompts.held_out_ids[run.rank.index :: run.rank.world].tolist()
-        asked = [prompts.prompts[number] for number in own]
+    def work() -> Any:
+        sampled, scored = list[Group](), list[Group]()
+        mine = prompts.held_out_ids[run.rank.index :: run.rank.world].tolist()
+        # drawn by numbers that no round draws by
+        asked = [(number, number, -1 - number) for number in mine]
+        _sample(run, prompts, asked, 1, "sampling answer to a held-out prompt", sampled.append)
+        _score(run, prompts, sorted(sampled, key=lambda one: one.place), scored.append)
+        return GROUPS.dump_python(scored, mode="json")
 
-        def on_token(prompt: int, completion: int, token_id: int) -> None:
-            if run.stop.requested:
-                raise _StopRequested
-
-        run.reporter.phase("sampling answers to held-out prompts")
-        # numbers that no round draws by
-        keys = [-1 - number for number in own]
-        answers = _sampled(run, [one.token_ids for one in asked], 1, _params(run, prompts), keys, on_token)
-        pairs = [(prompt, completions[0]) for prompt, completions in zip(asked, answers, strict=True)]
-        scores = _rate(run, prompts, pairs)
-        rewards = [tuple(map(_number, row)) for row in scores.values.tolist()]
-        totals = [_number(total) for total in scores.total.tolist()]
-        groups = [
-            Group(at, at, (pair[1],), (row,), (total,))
-            for at, pair, row, total in zip(own, pairs, rewards, totals, strict=True)
-        ]
-        return {
-            "totals": totals,
-            "rewards": rewards,
-            "shown": [asdict(one) for one in _shown(prompts, groups, names)],
-        }
-
-    by_rank = _unless_stopped(run, work)
-    totals = np.array([total for one in by_rank for total in one["totals"]], np.float64)
-    rewards = np.array([row for one in by_rank for row in one["rewards"]], np.float64)
-    figures = _figures(totals, rewards, names)
-    shown = tuple(RatedAnswer(**one) for one in by_rank[0]["shown"])
-    run.reporter.record(
-        HeldOutRecord(
-            run.progress.step, **figures, num_answers=len(totals), eval_s=time.perf_counter() - started, shown=shown
-        )
-    )
+    groups = [one for own in _unless_stopped(run, work) for one in GROUPS.validate_python(own)]
+    figures = _figures(run, prompts, groups)
+    run.reporter.record(HeldOutRecord(run.progress.step, **figures, eval_s=time.perf_counter() - started))
     reward: float | None = figures["reward"]
     return reward
 
 
-def _unless_stopped(run: TrainingRun, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+def _unless_stopped(run: TrainingRun, work: Callable[[], Any]) -> list[Any]:
     """Return what `work` returns on each rank. Collective. Raises PassesStopped if a rank was asked to stop."""
+    group = run.checkpoints.group
 
-    def until_stopped() -> dict[str, Any] | None:
+    def until_stopped() -> Any:
         try:
             return work()
         except _StopRequested:
             return None
 
-    by_rank = run.checkpoints.group.run_on_all_ranks(until_stopped)
-    if None in by_rank:
+    group.run_on_first_rank(lambda: DurableIO().remove_tree(_stop_file(run)))  # that of a start before this one
+    if None in (by_rank := group.run_on_all_ranks(until_stopped)):
         raise PassesStopped
     return by_rank
 
 
-def identity_of(run: TrainingRun, prompts: RolloutPrompts, index: int) -> dict[str, Any]:
-    """Return what decides the answers of a round and their scores, besides the steps before it."""
-    settings = run.config.rollout.model_dump(mode="json", exclude={"rounds", "keep", "max_mismatch", "rewards"})
-    rewards = [reward.model_dump(mode="json", exclude={"path"}) for reward in run.config.rollout.rewards]
-    fingerprints = {name: run.planned.fingerprints.get(name) for name in ("model", "objective", "rewards")}
-    weights = {**fingerprints, "prompts": prompts.prompts.fingerprint, "seed": run.config.seed}
-    return {**settings, **weights, "scored_by": rewards, "method": run.config.method, "round": index}
+def _stop_file(run: TrainingRun) -> Path:
+    """Return the file by which ranks hear that one was asked to stop: while they sample, they share no collective."""
+    return run.config.folder / ".stop.tmp"
+
+
+def _tell(run: TrainingRun, doing: str, done: int, total: int) -> None:
+    """Say how far this rank is, and that it lives. Raises _StopRequested if a rank was asked to stop."""
+    run.reporter.phase(doing, done, total)
+    run.watch.alive()
+    if run.stop.requested:
+        with suppress(OSError):  # the others then hear of it after their answers
+            _stop_file(run).touch()
+    elif not _stop_file(run).exists():
+        return
+    raise _StopRequested
+
+
+def identity_of(run: TrainingRun, prompts: RolloutPrompts, index: int) -> str:
+    """Return what decides the answers of a round and their scores: everything that changes numbers in the run so far.
+
+    These are settings, prompts, the code and weights that files have, wherever they lie, and the answers before.
+    """
+    settings, fingerprints = with_paths(run.config, lambda path: Path(path).name), run.planned.fingerprints
+    facts = {
+        "settings": numerics_of(settings.model_dump(mode="json")),
+        **{name: fingerprints.get(name) for name in ("model", "objective", "optim")},
+        "rewards": sorted(fingerprints["rewards"].values()),
+        "prompts": prompts.prompts.fingerprint,
+        "round": index,
+        "after": run.progress.round_store,
+    }
+    return xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
 
 
 def digest_of(store: TokenStore) -> str:
@@ -186,20 +203,21 @@ def _params(run: TrainingRun, prompts: RolloutPrompts) -> SamplingParams:
 
 
 def _sample(
-    run: TrainingRun, prompts: RolloutPrompts, index: int, mine: Sequence[tuple[int, int]], journal: Journal
-) -> int:
-    """Sample this rank's groups, given by place and prompt; a group is in the journal once its last answer ends."""
-    size, rounds = run.config.rollout.group, prompts.rounds
+    run: TrainingRun, prompts: RolloutPrompts, asked: Sequence[tuple[int, int, int]], size: int, doing: str,
+    on_group: Callable[[Group], None],
+) -> int:  # fmt: skip
+    """Sample `size` answers to each prompt, given by place, number and the number that it is drawn by.
+
+    `on_group` gets a group once its last answer ends. Returns the number of tokens. Raises _StopRequested.
+    """
     finished: dict[int, dict[int, Completion]] = {}
     num_tokens = num_done = 0
 
     def on_token(prompt: int, completion: int, token_id: int) -> None:
         nonlocal num_tokens
         num_tokens += 1
-        if not num_tokens % 64:
-            run.reporter.phase(f"round {index + 1}: sampling answer", num_done, len(mine) * size)
-        if run.stop.requested:
-            raise _StopRequested
+        if run.stop.requested or not num_tokens % TOLD_TOKENS:
+            _tell(run, doing, num_done, len(asked) * size)
 
     def on_answer(prompt: int, completion: int, answer: Completion) -> None:
         nonlocal num_done
@@ -207,14 +225,12 @@ def _sample(
         answers = finished.setdefault(prompt, {})
         answers[completion] = answer
         if len(answers) == size:
-            place, number = mine[prompt]
-            journal.add(Group(place, number, tuple(answers[each] for each in range(size))))
+            place, number, _ = asked[prompt]
+            on_group(Group(place, number, tuple(answers[each] for each in range(size))))
 
-    texts = [prompts.prompts.ids_of(number).tolist() for _, number in mine]
-    # the same draws for any number of ranks: by the prompt's place among those of all rounds
-    keys = [index * rounds.prompts + place for place, _ in mine]
-    run.reporter.phase(f"round {index + 1}: sampling answer", 0, len(mine) * size)
-    _sampled(run, texts, size, _params(run, prompts), keys, on_token, on_answer)
+    texts = [prompts.prompts.ids_of(number).tolist() for _, number, _ in asked]
+    _tell(run, doing, 0, len(asked) * size)
+    _sampled(run, texts, size, _params(run, prompts), [key for _, _, key in asked], on_token, on_answer)
     return num_tokens
 
 
@@ -236,41 +252,25 @@ def _sampled(
         release_slots(run)
 
 
-def _rate(run: TrainingRun, prompts: RolloutPrompts, asked: Sequence[tuple[RunPrompt, Completion]]) -> Scores:
-    """Score answers in the processes of the reward functions. Raises _StopRequested."""
-    items = [Item(prompt, prompts.text_of(answer), answer.token_ids) for prompt, answer in asked]
+def _score(
+    run: TrainingRun, prompts: RolloutPrompts, groups: Sequence[Group], on_group: Callable[[Group], None]
+) -> Counter[str]:
+    """Score the answers of groups by the reward functions; return how many problems each function had.
 
-    def on_progress(num_done: int) -> None:
-        run.reporter.phase("scoring answer", num_done, len(items))
-        if run.stop.requested:
-            raise _StopRequested
-
+    `on_group` gets each group with what they said. Raises _StopRequested.
+    """
+    prompts_of = [(prompts.prompts[one.prompt], one) for one in groups]
+    items = [
+        Item(prompt, prompts.text_of(answer), answer.token_ids) for prompt, one in prompts_of for answer in one.answers
+    ]
     assert run.state.rewards is not None
-    return run.state.rewards.score(items, on_progress)
-
-
-def _score(run: TrainingRun, prompts: RolloutPrompts, groups: Sequence[Group], journal: Journal) -> Counter[str]:
-    """Score groups, each of which is in the journal once it is; return how many problems each function had."""
-    problems = Counter[str]()
-    for first in range(0, len(groups), SCORED_GROUPS):
-        some = groups[first : first + SCORED_GROUPS]
-        asked = [(prompts.prompts[one.prompt], one) for one in some]
-        scores = _rate(run, prompts, [(prompt, answer) for prompt, one in asked for answer in one.answers])
-        ends = np.cumsum([len(one.answers) for one in some])
-        for one, end in zip(some, ends, strict=True):
-            own = slice(end - len(one.answers), end)
-            rewards = tuple(tuple(map(_number, row)) for row in scores.values[own].tolist())
-            journal.add(replace(one, rewards=rewards, totals=tuple(map(_number, scores.total[own].tolist()))))
-        problems += scores.problems
-    return problems
-
-
-def _names(run: TrainingRun) -> list[str]:
-    return [reward.title for reward in run.config.rollout.rewards]
-
-
-def _number(value: float) -> float | None:
-    return None if np.isnan(value) else value
+    scores = run.state.rewards.score(items, lambda num_done: _tell(run, "scoring answer", num_done, len(items)))
+    none = np.array(None, object)
+    rows, totals = (iter(np.where(np.isnan(one), none, one).tolist()) for one in (scores.values, scores.total))
+    for one in groups:
+        rewards = tuple(map(tuple, islice(rows, len(one.answers))))
+        on_group(replace(one, rewards=rewards, totals=tuple(islice(totals, len(one.answers)))))
+    return scores.problems
 
 
 def _write(
@@ -285,22 +285,20 @@ def _write(
     sizes = np.array([len(one.answers) for one in groups], np.int64)
     masked = is_cut if run.config.rollout.too_long == "mask" else None
     advantages = make_advantages(totals, sizes, objective.advantage, is_masked=masked)
-    names, store = _names(run), None
+    store = None
     if advantages.is_kept.any():
         texts = [prompts.prompts.ids_of(one.prompt).tolist() for one in groups]
         meta = replace(prompts.prompts.meta, files=("rollouts",), name=f"round {index + 1}")
         place, num_ids = round_folder(run.config.folder, index + 1), run.planned.shape.vocab_size
-        store = write_round(place, groups, texts, advantages, meta, names, num_ids)
-    rewards = np.array([row for one in groups for row in one.rewards or ()], np.float64)
-    lengths = np.array([len(answer.token_ids) for answer in answers])
+        titles = [reward.title for reward in run.config.rollout.rewards]
+        store = write_round(place, groups, texts, advantages, meta, titles, num_ids)
     sampling = [one["sample_s"] for one in by_rank]
     record = RoundRecord(
         step=run.progress.step,
         round=index + 1,
-        **_figures(totals, rewards, names),
-        num_answers=len(answers),
+        **_figures(run, prompts, groups),
         num_unscored=advantages.num_unscored,
-        mean_answer_tokens=float(lengths.mean()),
+        mean_answer_tokens=sum(len(answer.token_ids) for answer in answers) / len(answers),
         cut_share=float(is_cut.mean()),
         no_signal_share=advantages.num_dropped / len(groups),
         num_trained=int(advantages.is_kept.sum()),
@@ -309,37 +307,37 @@ def _write(
         score_s=max(one["score_s"] for one in by_rank),
         wait_s=max(sampling) - sum(sampling) / len(sampling),
         new_tokens_per_s=sum(one["num_tokens"] for one in by_rank) / max(max(sampling), 1e-9),
-        shown=_shown(prompts, groups, names),
     )
     return None if store is None else digest_of(store), record
 
 
-def _figures(totals: Any, rewards: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Return the means of scored answers; None where none is."""
+def _figures(run: TrainingRun, prompts: RolloutPrompts, groups: Sequence[Group]) -> dict[str, Any]:
+    """Return what records of scored groups have in common: means, None where nothing is scored, and answers to show."""
+    answers = [(one, at) for one in groups for at in range(len(one.answers))]
+    names = [reward.title for reward in run.config.rollout.rewards]
+    totals = [total for one in groups for total in one.totals]
+    scored = [(total, one, at) for total, (one, at) in zip(totals, answers, strict=True) if total is not None]
+    ranked = sorted(scored, key=lambda one: -one[0])
+    ends = ranked if len(ranked) <= 2 * NUM_SHOWN else [*ranked[:NUM_SHOWN], *ranked[-NUM_SHOWN:]]
 
-    def mean(values: Any) -> float | None:
-        return None if np.isnan(values).all() else float(np.nanmean(values))
+    def mean(values: Iterable[float | None]) -> float | None:
+        known = [value for value in values if value is not None]
+        return float(np.mean(known)) if known else None
 
-    by_name = {f"reward/{name}": mean(rewards[:, at]) for at, name in enumerate(names)}
-    return {"reward": mean(totals), "metrics": {name: value for name, value in by_name.items() if value is not None}}
-
-
-def _shown(prompts: RolloutPrompts, groups: Sequence[Group], names: Sequence[str]) -> tuple[RatedAnswer, ...]:
-    """Return the answers with the greatest and the least rewards."""
-    ranked = sorted(
-        ((total, one, at) for one in groups for at, total in enumerate(one.totals) if total is not None),
-        key=lambda item: -item[0],
-    )
-    chosen = ranked if len(ranked) <= 2 * NUM_SHOWN else [*ranked[:NUM_SHOWN], *ranked[-NUM_SHOWN:]]
-    return tuple(
-        RatedAnswer(
-            prompts.prompts[one.prompt].text[-MAX_SHOWN:],
-            prompts.text_of(one.answers[at])[:MAX_SHOWN],
-            total,
-            dict(zip(names, (one.rewards or ())[at], strict=True)),
-        )
-        for total, one, at in chosen
-    )
+    by_name = zip(names, zip(*(row for one in groups for row in one.rewards), strict=True), strict=True)
+    means = {f"reward/{name}": mean(values) for name, values in by_name}
+    return {
+        "reward": mean(totals),
+        "num_answers": len(answers),
+        "metrics": {name: value for name, value in means.items() if value is not None},
+        "shown": tuple(
+            RatedAnswer(
+                prompts.prompts[one.prompt].text[-MAX_SHOWN:], prompts.text_of(one.answers[at])[:MAX_SHOWN], total,
+                dict(zip(names, one.rewards[at], strict=True)),
+            )
+            for total, one, at in ends
+        ),
+    }  # fmt: skip
 
 
 def _remove_old(run: TrainingRun, index: int) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -17,10 +15,11 @@ from flatout.data.columns import PREFIX_TOKENS
 from flatout.data.reference_column import with_reference
 from flatout.data.rollout_columns import with_rollout_columns
 from flatout.data.token_store import TokenStore
+from flatout.data.workers import usable_procs
 from flatout.errors import CheckpointError, DataError
 from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import read_json, validated
-from flatout.parallel.rank import Rank
+from flatout.parallel.control_group import ControlGroup
 from flatout.planner.steps.prefixes import UnitPrefixes
 from flatout.planner.steps.rounds import BoundsPlan
 from flatout.planner.steps.training_plan import select_samples
@@ -28,14 +27,13 @@ from flatout.planner.steps.units import Samples
 from flatout.rollout.collect import journal_folder
 from flatout.rollout.rewards.pool import Rewards
 from flatout.track.callback import Reporter
-from flatout.track.record import RoundRecord
 from flatout.trainer.normalizers import make_normalizers
 from flatout.trainer.reference_logprobs import compute_round_reference
 from flatout.trainer.rollout_prompts import RolloutPrompts
-from flatout.trainer.round_answers import collect_round, digest_of, identity_of
+from flatout.trainer.round_answers import RoundFile, collect_round, digest_of, identity_of
 from flatout.trainer.state import TrainingRun
 
-_RECORD = TypeAdapter(RoundRecord)
+_ROUND_FILE = TypeAdapter(RoundFile)
 
 
 def rounds_of(run: TrainingRun) -> Iterator[TrainingRun]:
@@ -52,10 +50,8 @@ def rounds_of(run: TrainingRun) -> Iterator[TrainingRun]:
     for index in range(run.progress.step // rounds.steps, rounds.num_rounds):
         if run.progress.stopped_early:
             return
-        is_there, store = open_round(run, prompts, index)
-        if not is_there:
-            store = collect_round(run, prompts, index, lengths)
-        if store is not None:
+        run.watch.set_phase("sample", run.progress.step)
+        if (store := open_round(run, prompts, index, lengths)) is not None:
             counts = np.diff(store.offsets)
             lengths |= {int(row) - 1: float(counts[store.rows == row].mean()) for row in np.unique(store.rows)}
         run.progress.round_store = None if store is None else digest_of(store)
@@ -67,11 +63,9 @@ def with_round(run: TrainingRun, index: int, store: TokenStore | None) -> Traini
     planned, plan = run.planned, run.plan
     assert isinstance(plan, BoundsPlan)
     if store is None:
-        none = np.zeros(0, np.int64)
-        normalizers = replace(planned.normalizers, values=dict.fromkeys(planned.normalizers.values, np.zeros(0)))
-        return replace(
-            run, planned=replace(planned, plan=plan.of_round(index, Samples(none, none)), normalizers=normalizers)
-        )
+        none, normalizers = Samples(np.zeros(0, np.int64), np.zeros(0, np.int64)), planned.normalizers
+        normalizers = replace(normalizers, values=dict.fromkeys(normalizers.values, np.zeros(0)))
+        return replace(run, planned=replace(planned, plan=plan.of_round(index, none), normalizers=normalizers))
     store = with_rollout_columns(store)
     for name in planned.objective.reference_columns:
         store = with_reference(store, name)
@@ -89,70 +83,64 @@ def with_round(run: TrainingRun, index: int, store: TokenStore | None) -> Traini
     return of_round
 
 
-def open_round(run: TrainingRun, prompts: RolloutPrompts, index: int) -> tuple[bool, TokenStore | None]:
-    """Return whether a round was sampled and scored before, and its answers; None if none is trained. Collective.
+def open_round(
+    run: TrainingRun, prompts: RolloutPrompts, index: int, lengths: Mapping[int, float]
+) -> TokenStore | None:
+    """Return the answers of a round that are trained, of an earlier start or sampled now; None for none. Collective.
 
-    Raises CheckpointError if a step of the round is complete, and its answers are missing or other ones.
+    Raises as `collect_round`, and CheckpointError if a step is complete, and its answers are missing or other ones.
     """
-    folder = round_folder(run.config.folder, index + 1)
+    folder, is_begun = round_folder(run.config.folder, index + 1), run.progress.step > index * prompts.rounds.steps
+    file = folder.with_suffix(".json")
 
     def look() -> list[str | None]:
         """Return what identifies the answers; empty without any."""
-        is_begun = run.progress.step > index * run.config.rollout.steps
+        if not (is_begun or file.exists()):
+            return []
         try:
-            there = _digest_on_disk(run, folder, None if is_begun else identity_of(run, prompts, index))
+            said = validated(_ROUND_FILE, read_json(file, DataError), str(file), DataError)
+            own = run.progress.round_store if is_begun else identity_of(run, prompts, index)
+            if (said.digest if is_begun else said.identity) != own:
+                raise DataError(f"{file}: its answers are of another model, other rewards or other settings")
+            if said.digest is not None:
+                store = TokenStore.open(folder)
+                for sample in range(store.num_samples):
+                    store.sample(sample)  # raises if it is damaged, before a step reads it
+                if digest_of(store) != said.digest:
+                    raise DataError(f"{folder}: its answers are not those that {file} names")
         except DataError as error:
             if is_begun:
-                raise CheckpointError(_lost(run, index, error.text)) from error
+                raise CheckpointError(
+                    f"step {run.progress.step} is in round {index + 1}, whose other steps need its answers: "
+                    f"{error.text}; restore them, or remove this checkpoint, so that an earlier one goes on"
+                ) from error
             run.reporter.event("round_again", {"round": index + 1, "why": error.text})
             return []
-        if is_begun and there != [run.progress.round_store]:
-            why = f"{folder} has other answers than the checkpoint's" if there else f"{folder} is missing"
-            raise CheckpointError(_lost(run, index, why))
-        return there
+        # the start before may have ended between the round and these
+        run.reporter.record(said.record)
+        DurableIO().remove_tree(journal_folder(folder))
+        return [said.digest]
 
-    there = run.checkpoints.group.run_on_first_rank(look)
-    return bool(there), TokenStore.open(folder) if there and there[0] is not None else None
-
-
-def _digest_on_disk(run: TrainingRun, folder: Path, identity: Mapping[str, Any] | None) -> list[str | None]:
-    """Return what identifies a round's answers; empty without any. Raises DataError, also for those of another run."""
-    if not (file := folder.with_suffix(".json")).exists():
-        return []
-    facts = read_json(file, DataError)
-    if identity is not None and facts["identity"] != identity:
-        raise DataError(f"{file}: its answers are of another model, other rewards or other settings")
-    # the start before may have ended between the round and its record
-    run.reporter.record(validated(_RECORD, facts["record"], str(file), DataError))
-    if facts["digest"] is None:
-        return [None]
-    store = TokenStore.open(folder)
-    for sample in range(store.num_samples):  # before a step reads them
-        if store.check is not None:
-            store.check(sample)
-    if digest_of(store) != facts["digest"]:
-        raise DataError(f"{folder}: its answers are not those that {file} names")
-    DurableIO().remove_tree(journal_folder(folder))
-    return [facts["digest"]]
+    if not (there := run.checkpoints.group.run_on_first_rank(look)):
+        return collect_round(run, prompts, index, lengths)
+    return TokenStore.open(folder) if there[0] is not None else None
 
 
-def _lost(run: TrainingRun, index: int, why: str) -> str:
-    return (
-        f"step {run.progress.step} is in round {index + 1}, whose other steps need its answers: {why}; restore them, "
-        "or remove this checkpoint, so that an earlier one goes on"
-    )
+def read_rewards(config: Config, reporter: Reporter, group: ControlGroup) -> Rewards | None:
+    """Read the files of a run's reward functions without running them; None for a run on a data set. Collective.
 
-
-@contextmanager
-def opened_rewards(config: Config, reporter: Reporter, rank: Rank) -> Iterator[Rewards | None]:
-    """Yield what scores a run's answers, whose processes end with the block; None for a run on a data set.
-
-    Raises UsageError for a reward function that cannot be used.
+    Raises UsageError on every rank for a file that one cannot read.
     """
-    if config.rollout.rounds is None:
-        yield None
-        return
+    rank, rewards = group.rank, list[Rewards]()
     log_file = config.folder / "logs" / f"rewards-{rank.index}.log"
-    DurableIO().make_dir(log_file.parent)
-    with Rewards(config.rollout.rewards, log_file, log=lambda line: reporter.stage("rewards", line)) as rewards:
-        yield rewards
+    # ranks of one host share its cores
+    num_procs = max(1, usable_procs(None) // (rank.local_world or rank.world))
+
+    def read() -> None:
+        DurableIO().make_dir(log_file.parent)
+        log = partial(reporter.stage, "rewards")
+        rewards.append(Rewards(config.rollout.rewards, log_file, num_procs=num_procs, log=log))
+
+    if config.rollout.rounds is not None:
+        group.run_on_all_ranks(read)
+    return next(iter(rewards), None)

@@ -49,7 +49,6 @@ from flatout.parallel.fault_tolerance.peer_watch import OnPeerLost, PeerWatch
 from flatout.parallel.process_group import choose_device, leave_group
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import global_tensors, is_sharded
-from flatout.rollout.rewards.pool import Rewards
 from flatout.track.callback import Callback, Reporter
 from flatout.track.console import ConsoleCallback
 from flatout.track.forward import TrackerProcess
@@ -66,7 +65,7 @@ from flatout.trainer.metrics import gather_gpus, run_start
 from flatout.trainer.passes import PassesStopped
 from flatout.trainer.planned_run import plan_run, require_same_run
 from flatout.trainer.resume import check_facts, find_checkpoint, restore_weights
-from flatout.trainer.rounds import opened_rewards, rounds_of
+from flatout.trainer.rounds import read_rewards
 from flatout.trainer.run_data import open_data
 from flatout.trainer.state import Progress, Setup, TrainingRun
 from flatout.trainer.steps_and_memory import weakest_gpu
@@ -104,11 +103,12 @@ def train(
     on_peer_lost: OnPeerLost | None = None,
     start_up: StartUpClock | None = None,
     reuse_measured: bool = False,
+    evaluates: bool = True,
 ) -> Result:
     """Train a configuration to the end; `callbacks` are called on the first rank, after the console and run folder.
 
     `console` is one that the caller has entered; by default, a new one prints to standard output. `start_up` counts the
-    seconds since the launch of the process; by default, with this call. `reuse_measured` is as in `MemoryCheck`.
+    seconds since the launch; by default, this call. `reuse_measured`: as in `MemoryCheck`; `evaluates`: before step 1.
 
     Raises a FlatoutError; PreemptedError means saved and resumable. `on_peer_lost` is called in a thread of its own
     as soon as a rank is lost. The error is then raised, unless this rank is blocked in a collective: then end.json is
@@ -135,8 +135,8 @@ def train(
             on_phase=lambda phase, step: reporter.phase(PHASES.get(phase, phase), step + 1 if phase == "step" else 0),
         )
         try:
-            with watch.guard(), torch_settings_kept(), opened_rewards(config, reporter, rank) as rewards:
-                result = set_up_and_train(config, reporter, rank, watch, reuse_measured, rewards)
+            with watch.guard(), torch_settings_kept():
+                result = set_up_and_train(config, reporter, rank, watch, reuse_measured, evaluates)
             leave_group()
         except BaseException as raised:
             error = host_memory_error(raised) or exit_refused(raised) or raised
@@ -152,9 +152,8 @@ def train(
             if error is raised:
                 raise
             raise error from raised
-        final_dir = str(result.final_dir)
         with exits_refused():
-            reporter.end(RunEnd("complete", 0, time.time(), final_dir=final_dir))
+            reporter.end(RunEnd("complete", 0, time.time(), final_dir=str(result.final_dir)))
         return result
 
 
@@ -192,7 +191,7 @@ def open_run(
 
 
 def set_up_and_train(
-    config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, reuse_measured: bool, rewards: Rewards | None
+    config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, reuse_measured: bool, evaluates: bool
 ) -> Result:
     """Open the data, join the ranks, plan the run, find its checkpoint, build it, and take the steps; one call a stage.
 
@@ -211,7 +210,7 @@ def set_up_and_train(
     planned = plan_run(config, data, reporter, rank, gpu and memory_check.corrected(gpu))
     reporter.phase("reading the model's fingerprint")
     fingerprints = {**planned.fingerprints, "model": fingerprint_model(config.model)}
-    if rewards is not None:
+    if (rewards := read_rewards(config, reporter, group)) is not None:
         fingerprints["rewards"] = rewards.digests
     planned = replace(planned, fingerprints=fingerprints)
     require_same_run(config, planned, group)
@@ -230,14 +229,19 @@ def set_up_and_train(
     elif (config.folder / "start.json").exists():
         reporter.event("restarted", {"step": 0})
     setup = Setup(config, planned, checkpoints, reporter, rank, watch)
-    run = build_run(setup, checkpoint, memory_check)
-    run.state.rewards = rewards
-    del checkpoint  # its open files would keep deleted checkpoints on disk
-    reporter.phase("starting the loop")
-    gpus = gather_gpus(run)
-    if rank.is_first:
-        reporter.start(run_start(run, gpus))
-    run_to_end(run, final_dir)
+    with ExitStack() as stack:
+        if rewards is not None:  # their processes start on all ranks, before the model is loaded, or on none
+            group.run_on_all_ranks(lambda: stack.enter_context(rewards) and None)
+        run = build_run(setup, checkpoint, memory_check)
+        run.state.rewards = rewards
+        if not evaluates:
+            run.progress.last_eval_step = run.progress.step
+        del checkpoint  # its open files would keep deleted checkpoints on disk
+        reporter.phase("starting the loop")
+        gpus = gather_gpus(run)
+        if rank.is_first:
+            reporter.start(run_start(run, gpus))
+        run_to_end(run, final_dir)
     return Result(config.folder, final_dir, run.plan.num_steps, run.progress)
 
 
@@ -261,8 +265,7 @@ def run_to_end(run: TrainingRun, final_dir: Path) -> None:
         stop_told = announcing_stop(lambda: run.reporter.post("stopping", stopping), run.stop.numbers)
         with run.stop, stop_told:
             try:
-                for round_run in rounds_of(run):
-                    run_steps(round_run)
+                run_steps(run)
                 finish(run, final_dir)
             except PassesStopped:
                 save(run, required=True)

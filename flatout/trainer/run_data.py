@@ -35,7 +35,6 @@ from flatout.objectives.protocol import Objective
 from flatout.parallel.rank import Rank
 from flatout.planner.settings import PlanSettings
 from flatout.planner.shape import ModelShape, check_expert_ranks, check_positions
-from flatout.planner.steps.rounds import Rounds
 from flatout.planner.steps.training_plan import split_held_out
 from flatout.rollout.advantages import make_advantages
 from flatout.track.callback import Reporter
@@ -79,10 +78,6 @@ class RunData(NamedTuple):
     """The rows that embedding and head have to have for them; 0 without."""
     rollouts: RolloutPrompts | None = None
     """The prompts of a run of rounds, whose store is then the bounds of a round, or the answers of one."""
-
-    @property
-    def rounds(self) -> Rounds | None:
-        return self.rollouts.rounds if self.rollouts else None
 
 
 def open_data(config: Config, reporter: Reporter, rank: Rank, *, starts: bool) -> RunData:
@@ -130,16 +125,14 @@ def open_data(config: Config, reporter: Reporter, rank: Rank, *, starts: bool) -
 def checked_objective(config: Config, reporter: Reporter) -> Objective:
     """Return the objective, and report one that was asked for. Raises UsageError for settings that it cannot have."""
     objective, rollout = load_objective(config.objective), config.rollout
-    if rollout.rounds is not None:
-        if not isinstance(objective, Policy):
-            text = f"rollout.rounds: objective {objective.name} does not learn from sampled answers with rewards"
-            raise UsageError(text, [Fix({"objective": "grpo"})])
-        objective = objective.for_rounds(rollout.max_new_tokens, rollout.temperature)
-        if objective.reference_columns and config.method == "full":
-            text = (
-                "objective.kl: a run that trains all weights keeps no copy of its first ones, the reference of a round"
-            )
-            raise UsageError(text, [Fix({"method": "lora"}), Fix({"objective.kl": 0})])
+    if isinstance(objective, Policy):
+        objective = objective.for_run(rollout)
+    elif rollout.rounds is not None:
+        text = f"rollout.rounds: objective {objective.name} does not learn from sampled answers with rewards"
+        raise UsageError(text, [Fix({"objective": "grpo"})])
+    if rollout.rounds is not None and objective.reference_columns and config.method == "full":
+        text = "objective.kl: a run that trains all weights keeps no copy of its first ones, the reference of a round"
+        raise UsageError(text, [Fix({"method": "lora"}), Fix({"objective.kl": 0})])
     check_scoring(config, objective)
     if config.eval.best not in (metrics := ("loss", *objective.metrics)):
         raise UsageError(

@@ -155,8 +155,8 @@ def plan_steps(
     samples = select_samples(*arrays, train_ids, layout, store.unit_offsets, parts_units=parts_units)
     row_keys = store.row_keys if draws_rows_whole(store) else None
     whole_steps = make_plan(samples, layout, settings.batch, settings.seed, row_keys)
-    if data.rounds is not None:
-        whole_steps = BoundsPlan.of(whole_steps, data.rounds)
+    if data.rollouts is not None:
+        whole_steps = BoundsPlan.of(whole_steps, data.rollouts.rounds)
     flops = tower_flops(shape, store)
     if flops is not None and train_ids is not None:
         flops = flops[np.asarray(train_ids)]

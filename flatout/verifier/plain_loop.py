@@ -6,6 +6,7 @@ An objective's own sums are over what plain transformers computes, one sample at
 from __future__ import annotations
 
 import hashlib
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -331,7 +332,7 @@ def plain_logprobs(plain: PlainModel, sample: Sample, temperature: float = 1.0) 
 def _plain_entropies(plain: PlainModel, sample: Sample, temperature: float) -> tuple[Tensor]:
     """Return the entropy of softmax(logits / temperature) at each label token of a sample, fp64."""
     logprobs = (_label_logits(plain, sample)[0].double() / temperature).log_softmax(-1)
-    return (-(logprobs.exp() * logprobs).sum(-1),)
+    return (-(logprobs.exp() * logprobs.masked_fill(logprobs == -math.inf, 0.0)).sum(-1),)
 
 
 def _label_logits(plain: PlainModel, sample: Sample) -> tuple[Tensor, Tensor]:

@@ -414,6 +414,12 @@ def test_entropy_in_16_bits_and_near_certainty():
         logits, torch.eye(500), torch.zeros(3, dtype=torch.int64), by_row=True, with_entropy=True
     )
     torch.testing.assert_close(entropies, plain_entropy(logits.double()).float(), atol=1e-6, rtol=1e-6)
+    possible = torch.tensor([[0.3, -1.0, 2.0]], dtype=torch.float64, requires_grad=True)
+    with_impossible = F.pad(possible, (0, 2), value=-torch.inf)  # tokens that cannot come add nothing
+    found, truth = tiled.row_entropies(with_impossible), plain_entropy(possible)
+    torch.testing.assert_close(found, truth, atol=1e-12, rtol=0)
+    gradients = (torch.autograd.grad(one.sum(), possible)[0] for one in (found, truth))
+    torch.testing.assert_close(*gradients, atol=1e-12, rtol=0)
     hidden, weight, targets = problem(40, 16, 257, torch.bfloat16)
     truth = plain_entropy(F.linear(hidden.double(), weight.double()))
     _, _, entropies = tiled.token_loss(hidden, weight.detach(), targets, tile_rows=7, by_row=True, with_entropy=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +36,8 @@ def tile_terms(logits: Tensor, targets: Tensor, scale: float, softcap: float | N
 def row_entropies(logits: Tensor) -> Tensor:
     """Return the entropy (L,) in nats of the softmax of each row of `logits` (L, V), a few rows at a time."""
     logprobs = (rows.log_softmax(-1) for rows in logits.split(ROWS_MULTIPLE))
-    return torch.cat([-(rows.exp() * rows).sum(-1) for rows in logprobs])
+    # p log p is 0 where p is, of a token that cannot come
+    return torch.cat([-(rows.exp() * rows.masked_fill(rows == -math.inf, 0.0)).sum(-1) for rows in logprobs])
 
 
 def _plain_terms(

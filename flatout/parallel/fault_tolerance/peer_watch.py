@@ -126,8 +126,13 @@ class PeerWatch:
         try:
             yield
         finally:
-            self._status = replace(self._status, waits=False, num_changes=self._status.num_changes + 1)
-            self._changed_at = time.monotonic()
+            self._status = replace(self._status, waits=False)
+            self.alive()
+
+    def alive(self) -> None:
+        """Say that the phase of this rank goes on, which may take longer than a phase without a sign of life."""
+        self._status = replace(self._status, num_changes=self._status.num_changes + 1)
+        self._changed_at = time.monotonic()
 
     def event(self, kind: str, facts: Mapping[str, Any]) -> None:
         """Report an event of this rank on the first rank."""

@@ -98,7 +98,7 @@ class RoundPlan(BoundsPlan):
 
     @property
     def numbers(self) -> range:
-        """The steps of the run that it has."""
+        """The steps of the run that the round has."""
         return range(self.index * self.rounds.steps, (self.index + 1) * self.rounds.steps)
 
     def step(self, index: int) -> StepPlan:
@@ -115,4 +115,4 @@ class RoundPlan(BoundsPlan):
 
     def steps(self, start: int = 0) -> Iterator[StepPlan]:
         """Yield the round's steps from `start` on."""
-        return map(self.step, range(max(self.numbers.start, start), self.numbers.stop))
+        yield from (self.step(index) for index in self.numbers if index >= start)

@@ -147,13 +147,13 @@ class TrainingPlan(PlannedSamples):
         return {"max_documents": min(self.most_samples_per_step, most), "max_prefixes": 0}
 
     @property
-    def numbers(self) -> range:
-        """The steps of the run that it has: all of them."""
-        return range(self.num_steps)
-
-    @property
     def steps_per_epoch(self) -> int:
         return -(-self.num_units // self.batch.samples_per_step)
+
+    @property
+    def numbers(self) -> range:
+        """The steps of the run that it has: all, or those of a round."""
+        return range(self.num_steps)
 
     def step(self, index: int) -> StepPlan:
         """Return the plan of one step. Raises IndexError outside [0, num_steps)."""

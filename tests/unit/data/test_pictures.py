@@ -19,10 +19,7 @@ from PIL import Image
 from flatout.api.inputs import data_file
 from flatout.config.schema import DataConfig
 from flatout.data.build import open_or_build
-from flatout.data.conversation import PICTURE
 from flatout.data.pictures.processor import PictureProcessor
-from flatout.data.prompts import read_prompts
-from flatout.data.templates.template import ChatTemplate, template_text
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import load_tokenizer
 from flatout.errors import DataError, UsageError
@@ -212,7 +209,6 @@ def bad(content: bytes) -> dict[str, Any]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_stands_for_a_picture_is_what_the_processor_writes(readers, family, num_sizes):
     """Of a blank picture, for any other pixels of its size."""
-    from flatout.data.pictures.processor import PictureProcessor
 
     folder = str(readers(family))
     tokenizer = load_tokenizer(folder)
@@ -238,7 +234,6 @@ def test_what_stands_for_a_picture_is_what_the_processor_writes(readers, family,
     ],
 )
 def test_processors_that_cannot_be_used_are_refused(tmp_path, processor, images, says):
-    from flatout.data.pictures.processor import PictureProcessor
 
     make_reader(tmp_path, "idefics3")
     written = {"processor_class": processor, "image_processor": {"image_processor_type": images}}
@@ -325,31 +320,3 @@ def test_the_example_learns_from_images_in_memory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     example = Path(__file__).parents[3] / "examples" / "pictures_in_memory.py"
     assert runpy.run_path(str(example))["main"]("model") == ["It is red.", "It is green.", "It is blue."]
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"prompt": MARKED, "images": [PATH], "answer": "a red square"},
-        {"problem": "what is shown?", "image": PATH, "answer": "a red square"},
-        {"prompt": [{"type": "image", "path": PATH}, ASKED], "answer": "a red square"},
-    ],
-    ids=["mark", "column", "parts"],
-)
-def test_a_prompt_has_its_pictures_until_their_files_change(readers, tmp_path, asked):
-    (tmp_path / PATH).write_bytes(CONTENT)
-    (tmp_path / "rows.jsonl").write_text(json.dumps(asked) + "\n")
-    folder = readers("qwen2_5_vl")
-    prompts = read_prompts(DataConfig(sources=[{"path": str(tmp_path / "rows.jsonl")}]), str(folder))
-    tokenizer = load_tokenizer(str(folder))
-    template = ChatTemplate.checked(*template_text(tokenizer, None, "own"), tokenizer)
-    turns = [{"role": "user", "content": f"{PICTURE}what is shown?"}]
-    text = PictureProcessor(str(folder), tokenizer).rendered_prompt(template, turns, [CONTENT])
-    prompt = prompts[0]
-    assert list(prompt.token_ids) == tokenizer(text, add_special_tokens=False)["input_ids"]
-    assert prompt.pictures == (CONTENT,)
-    assert prompt.messages == ({"role": "user", "content": MARKED},)
-    assert {"images", "image"}.isdisjoint(prompt.row)
-    (tmp_path / PATH).write_bytes(OTHER)
-    with pytest.raises(DataError, match="a file of its pictures has changed"):
-        prompts[0]

@@ -181,6 +181,16 @@ def test_a_long_phase_has_a_bound_of_its_own(pair, phase):
     assert said in str(both.left[0][0])
 
 
+def test_a_phase_that_says_that_it_goes_on_may_take_longer(pair):
+    both = pair(long_phase_s=2)
+    both.watches[0].set_phase("sum", 4)
+    both.watches[1].set_phase("sample", 4)
+    for _ in range(25):
+        assert not both.watches[0]._lost.wait(0.1)
+        both.watches[1].alive()
+    both.until(lambda: both.left[0])
+
+
 @pytest.mark.parametrize("waiting", usual([0, 1], [1]))
 def test_who_is_waited_for_is_told(pair, monkeypatch, waiting):
     monkeypatch.setattr(bounded_wait, "NOTICE_AFTER_S", 0.3)

@@ -111,7 +111,7 @@ print("this is no protocol", flush=True)
 def items(*answers, row=None, is_text=True, row_number=7):
     row = {"answer": "4", "number": 2} if row is None else row
     turns = ({"role": "user", "content": "2 + 2?"},)
-    prompt = RunPrompt((), turns, row, Origin("rows.jsonl", row_number), (), is_text)
+    prompt = RunPrompt((), turns, row, Origin("rows.jsonl", row_number), is_text)
     return [Item(prompt, answer, [1, 2, 3]) for answer in answers]
 
 

@@ -29,8 +29,9 @@ def make_run(records: list[Any], stages: list[str], **changes: Any) -> Any:
     samples = Samples(np.array([4, 1, 7, 2]), np.array([2, 1, 3, 0]))
     layout = BatchLayout(2, 100, COST)
     plan = SimpleNamespace(
-        samples=samples, batch_layout=layout, num_steps=2, epoch_after=lambda _: 1.0, padding_avoided=lambda _: 0.5
-    )
+        samples=samples, batch_layout=layout, num_steps=2, epoch_after=lambda _: 1.0, padding_avoided=lambda _: 0.5,
+        numbers=range(2),
+    )  # fmt: skip
     told = {"record": records.append, "stage": lambda name, text: stages.append(text), "event": lambda *told: None}
     reporter = SimpleNamespace(**told)
     config = SimpleNamespace(log_every_steps=1)

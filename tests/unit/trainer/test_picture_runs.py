@@ -198,6 +198,19 @@ def test_verify_compares_a_step_with_pictures(world, tmp_path, monkeypatch, capf
     assert "FAIL" in capfd.readouterr().out
 
 
+def test_rounds_refuse_prompts_with_pictures_by_row_and_take_those_without(world, tmp_path, capfd):
+    path, rows = tmp_path / "rounds.yaml", tmp_path / "rows.jsonl"
+    path.write_text(
+        f"{{device: cpu, model: {{name: '{world / 'model'}'}}, data: ['{rows}'], objective: grpo,"
+        "rollout: {rounds: 1, prompts: 2, max_new_tokens: 4, rewards: [{kind: length, max_tokens: 3}]}}"
+    )
+    rows.write_text(text := '{"prompt": "what is shown"}\n')
+    assert main(["plan", str(path)]) == 0
+    rows.write_text(text + json.dumps({"prompt": "what is", "image": str(world / "pictures" / "0.png")}))
+    assert main(["plan", str(path)]) == 3
+    assert f"{rows}:2: has a picture" in capfd.readouterr().err
+
+
 def test_pictures_that_are_read_in_both_directions_are_padded(world, tmp_path, monkeypatch, capfd):
     model = make_picture_model(tmp_path / "gemma3", "gemma3")
     path = write_config(world, tmp_path)

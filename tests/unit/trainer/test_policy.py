@@ -17,6 +17,7 @@ from unit_store import write_groups
 
 from flatout.cli.main import main
 from flatout.config.objective import class_of_kind
+from flatout.config.rollout import RolloutConfig
 from flatout.errors import UsageError
 from flatout.objectives.policy import Baseline
 from flatout.rollout.advantages import BASELINES, make_advantages
@@ -154,7 +155,7 @@ def test_rewards_become_advantages():
         found = make_advantages(rewards, sizes, baseline, is_masked=is_masked)
         assert found.values.tolist() == pytest.approx([*values, 0, 0])
         assert np.flatnonzero(found.is_kept).tolist() == [0, 1, 2, 7]
-        assert (found.num_unscored, found.num_masked, found.num_dropped, found.count) == (2, 1, 2, 2.0)
+        assert (found.num_unscored, found.num_dropped, found.count) == (2, 2, 2.0)
     found = make_advantages(rewards, sizes, "batch_mean")
     assert found.values[found.is_kept] == pytest.approx(rewards[~np.isnan(rewards)] - np.nanmean(rewards))
     assert (found.is_kept.sum(), found.num_dropped, found.count) == (9, 0, 1.0)
@@ -178,10 +179,10 @@ def test_rewards_become_advantages():
 )
 def test_no_setting_is_ignored_or_guessed(kind, settings, said):
     if said is None:
-        assert class_of_kind(kind).of(settings).normalizer == "answers"
+        assert class_of_kind(kind).of(settings).for_run(RolloutConfig()).normalizer == "answers"
         return
     with pytest.raises((ValueError, UsageError), match=said):
-        _ = class_of_kind(kind).of(settings).normalizer
+        class_of_kind(kind).of(settings).for_run(RolloutConfig())
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from spawned_ranks import start_warm_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from warm_process import WarmProcess
 
 from flatout import load
+from flatout.cli.main import main
 from flatout.config.folders import foreign_entries
 from flatout.config.read import dump_config, make_config
 from flatout.data.token_store import TokenStore
-from flatout.errors import CheckpointError, UsageError
+from flatout.errors import CheckpointError, PreemptedError, UsageError
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.track.console import ConsoleCallback
@@ -118,6 +120,9 @@ def test_a_round_is_what_plain_transformers_and_numpy_say(ran, tiny):
     assert log.rounds[0].reward == pytest.approx(np.mean(scores), abs=1e-6), "no group was without a signal"
     assert [record.step for record in log.steps] == [1, 2, 3, 4]
     assert [record.num_steps for record in log.steps] == [4] * 4
+    # at step 2 of 4, the steps and the sampling of a second round are left
+    first, step = log.rounds[0], log.steps[1]
+    assert step.eta_s - step.elapsed_s > first.sample_s + first.score_s
     # the first step of a round is taken by the weights that sampled it
     mismatch = [step.metrics["mismatch/max"] for step in log.steps]
     assert max(mismatch[0], mismatch[2]) < 1 + 1e-4 < mismatch[1]
@@ -150,7 +155,7 @@ def start(file, log):
 
 
 def journal_lines(folder):
-    return sum(len(path.read_text().splitlines()) - 1 for path in folder.glob("rollouts/.round-*/rank-*.jsonl"))
+    return sum(len(path.read_text().splitlines()) - 1 for path in folder.glob("rollouts/.round-*/rank-*.journal"))
 
 
 # what has happened by the time of a kill
@@ -167,7 +172,7 @@ MOMENTS = {
 def test_a_run_that_is_killed_at_any_moment_ends_with_the_same_bits(ran, world):
     """SIGKILL, one after the other: what was sampled and scored is not again, and steps go on."""
     config = world("killed", rollout={"temperature": 0.8})
-    file, folder, starts = world.root / "killed.yaml", config.folder, count()
+    file, folder, starts, atol = world.root / "killed.yaml", config.folder, count(), 0.0
     file.write_text(dump_config(config))
     for moment, has_come in MOMENTS.items():
         process = start(file, world.root / f"killed-{next(starts)}.log")
@@ -176,24 +181,51 @@ def test_a_run_that_is_killed_at_any_moment_ends_with_the_same_bits(ran, world):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         assert process.wait(60) in (-signal.SIGKILL, 0), moment
+        if 0 < journal_lines(folder) < 4:
+            atol = 2e-5  # the other groups are sampled in smaller batches, which round otherwise
     assert start(file, world.root / "killed.log").wait(600) == 0, (world.root / "killed.log").read_text()
     for one, other in zip(stores(ran), stores(folder), strict=True):
         assert np.array_equal(one.token_ids, other.token_ids)
-        assert np.array_equal(one.extra["sampler_logprob"], other.extra["sampler_logprob"])
-    assert_same_end(ran, folder)
+        assert np.allclose(one.extra["sampler_logprob"], other.extra["sampler_logprob"], rtol=0, atol=atol)
+    assert_same_end(ran, folder, atol)
     assert not list(folder.glob("rollouts/.round-*")), "journals leave with their rounds"
 
 
-def test_a_step_is_replayed_to_the_bit_and_a_difference_is_named(ran, tmp_path, capsys):
-    from flatout.cli.main import main
+def two_ranks(world, name, code):
+    """Start two ranks of a run with a reward of this code."""
+    (world.root / f"{name}.py").write_text(f"import os, time\n{code}\ndef one(answer, row):\n    time.sleep(1)\n")
+    config = world(name, strategy="ddp", rollout={"rewards": [f"{world.root}/{name}.py:one"]}, eval={"every_steps": 4})
+    (file := world.root / f"{name}.yaml").write_text(dump_config(config))
+    words = ["-m", "flatout", "train", str(file)]
+    return config.folder, start_warm_ranks(2, lambda rank: words, world.root / f"{name}-logs")
 
+
+def test_a_stop_of_one_rank_ends_the_scoring_of_all(world):
+    folder, ranks = two_ranks(world, "stopped", "")
+    while journal_lines(folder) < 4:
+        assert [rank.poll() for rank in ranks] == [None, None]
+        time.sleep(0.01)
+    ranks[1].send_signal(signal.SIGTERM)
+    assert [rank.wait(60) for rank in ranks] == [PreemptedError.exit_code] * 2
+    assert journal_lines(folder) == 4, "nothing was scored to its end"
+
+
+def test_a_reward_that_one_rank_cannot_use_ends_all(world):
+    """The first one that imports it can; `stopped` above is the twin."""
+    _, ranks = two_ranks(world, "unusable", f"os.close(os.open('{world.root}/used', os.O_CREAT | os.O_EXCL))")
+    assert [rank.wait(60) for rank in ranks] == [UsageError.exit_code] * 2
+
+
+def test_a_step_is_replayed_to_the_bit_and_a_difference_is_named(ran, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(ran, run)
     assert main(["replay", str(run), "--step", "4"]) == 0
     said = capsys.readouterr().out
+    assert foreign_entries(run) == []
     assert "step 4: equal" in said
     assert "after step 4: equal" in said
-    shutil.rmtree(run / "checkpoints/step-3")
+    for step in (1, 2, 3):
+        shutil.rmtree(run / f"checkpoints/step-{step}")
     lines = (run / "metrics.jsonl").read_text()
     loss = load(run).log.steps[2].loss
     (run / "metrics.jsonl").write_text(lines.replace(json.dumps(loss), json.dumps(loss * 1.0000001 + 1e-9)))
@@ -204,8 +236,6 @@ def test_a_step_is_replayed_to_the_bit_and_a_difference_is_named(ran, tmp_path, 
 
 def test_a_run_that_has_not_sampled_has_no_step_to_verify(world, capsys):
     """`format: rollouts` is verified in test_policy.py."""
-    from flatout.cli.main import main
-
     file = world.root / "verified.yaml"
     file.write_text(dump_config(world("verified")))
     assert main(["verify", str(file)]) == 2
@@ -220,8 +250,6 @@ def test_rounds_are_a_runs_own_so_that_a_restart_moves_them_away(ran):
 
 
 def test_rounds_and_their_answers_are_listed(ran, capsys):
-    from flatout.cli.main import main
-
     assert main(["rollouts", str(ran)]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 4, "a head, two rounds, and the last evaluation"
     assert main(["rollouts", str(ran), "--round", "2", "--best", "1", "--worst", "1"]) == 0
@@ -243,10 +271,11 @@ def test_a_round_without_a_signal_changes_nothing_and_is_counted(world, tiny):
     rows.write_text('{"prompt": "Count up"}\n')
     config = world(
         "same", rollout={"rewards": [f"{file}:same"], "prompts": 2}, data={"sources": [{"path": str(rows)}]},
-        eval={"fraction": 0.0, "every_steps": None},
+        eval={"fraction": 0.0, "every_steps": None}, log_every_steps=4,
     )  # fmt: skip
     train(config)
     log = load(world.root / "same").log
+    assert [record.num_recorded for record in log.steps] == [4], "over both rounds"
     assert [record.no_signal_share for record in log.rounds] == [1.0, 1.0]
     assert [record.num_trained for record in log.rounds] == [0, 0]
     assert sum(event["kind"] == "skipped" for event in log.events) == 4
@@ -257,27 +286,43 @@ def test_a_round_without_a_signal_changes_nothing_and_is_counted(world, tiny):
     assert all(torch.equal(value, final(world.root / "same")[name]) for name, value in before.items())
 
 
-def test_answers_that_are_gone_are_sampled_again_before_their_first_step_and_missed_after_it(ran, world, tmp_path):
-    def without(name, *steps):
-        folder = world.root / name
-        shutil.copytree(ran, folder)
-        for step in steps:
-            shutil.rmtree(folder / f"checkpoints/step-{step}")
-        shutil.rmtree(folder / "final")
-        (folder / "rollouts/round-000002/token_ids.npy").write_bytes(b"damaged")
-        return world(name, rollout={"temperature": 0.8})
+def copied(ran, world, name, gone):
+    """A run like `ran` that goes on without these checkpoints, and without its end."""
+    shutil.copytree(ran, world.root / name)
+    for path in ("final", *(f"checkpoints/step-{step}" for step in gone)):
+        shutil.rmtree(world.root / name / path)
+    return world(name, rollout={"temperature": 0.8})
 
-    again = without("again", 3, 4)
+
+DAMAGES = {
+    "store": ("round-000002/token_ids.npy", lambda content: "damaged"),
+    "key": ("round-000002.json", lambda content: json.dumps({"record": json.loads(content)["record"]})),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_answers_are_sampled_again_before_their_first_step_and_missed_after_it(ran, world, damage):
+    again, missed = (copied(ran, world, f"{damage}-{gone}", gone) for gone in ((3, 4), (4,)))
+    for config in (again, missed):
+        file, damaged = config.folder / "rollouts" / DAMAGES[damage][0], DAMAGES[damage][1]
+        file.write_text(damaged(file.read_text(errors="replace")))
     train(again)
     assert_same_end(ran, again.folder)
-    # answers that other weights have sampled are no answers of this run
-    other = without("other", 1, 2, 3, 4)
-    (other.folder / "rewards.py").write_text("def commas(answer, row):\n    return 1.0 * len(answer)\n")
-    rewards = {"rewards": [f"{other.folder}/rewards.py:commas"], "temperature": 0.8}
-    train(world("other", rollout=rewards))
-    assert set(load(other.folder).log.rounds[0].metrics) == {"reward/commas"}
     with pytest.raises(CheckpointError, match="round 2"):
-        train(without("missed", 4))
+        train(missed)
+
+
+@pytest.mark.parametrize("changed", ["nothing", "optim", "rewards"])
+def test_a_start_before_the_first_checkpoint_takes_its_own_answers_and_none_of_others(ran, world, changed):
+    """Others are those of weights that learnt at another rate, and of other rewards."""
+    folder = copied(ran, world, f"first-{changed}", (1, 2, 3, 4)).folder
+    (folder / "rewards.py").write_text("def commas(answer, row):\n    return 1.0 * len(answer)\n")
+    files = sorted(folder.glob("rollouts/round-*.json"))
+    before = [file.stat().st_mtime_ns for file in files]
+    rewards = {"rewards": [f"{folder}/rewards.py:commas"]} if changed == "rewards" else {}
+    optim = {"optim": {"lr": 1e-3}} if changed == "optim" else {}
+    train(world(folder.name, rollout={"temperature": 0.8, **rewards}, **optim))
+    assert ([file.stat().st_mtime_ns for file in files] == before) == (changed == "nothing")
 
 
 @pytest.mark.parametrize(
@@ -307,23 +352,38 @@ def test_settings_that_rounds_do_not_read_are_refused(world, sections, names, fi
         ({"objective": {"kind": "grpo", "temperature": 0.5}}, {"rollout.temperature": 0.5}),
         ({"strategy": "fsdp"}, {"strategy": "ddp"}),
         ({"objective": {"kind": "grpo", "kl": 0.1}}, {"method": "lora"}),
+        ({"rollout": {"group": 1}}, {"rollout.group": 8}),
+        ({"rollout": {"group": 1}, "objective": "rloo"}, {"objective.advantage": "batch_mean"}),
+        ({"rollout": {"group": 1, "prompts": 1, "steps": 1}, "objective": "reinforce"}, {"rollout.group": 8}),
+        ({}, None),
+        ({"rollout": {"group": 1}, "objective": "reinforce"}, None),
+        ({"rollout": {"group": 1, "prompts": 1, "steps": 1}, "objective": {"kind": "grpo", "advantage": "none"}}, None),
     ],
 )
 def test_a_run_that_cannot_learn_from_its_answers_is_refused_before_it_samples(world, sections, fix):
-    """The twin of all plans for two ranks."""
-    open_and_plan(world("planned"), Reporter(), Rank(0, 2))
+    """Twins without a fix plan for two ranks."""
+    if fix is None:
+        open_and_plan(world("planned", **sections), Reporter(), Rank(0, 2))
+        return
     with pytest.raises(UsageError) as refused:
         open_and_plan(world("refused", **sections), Reporter(), Rank(0, 2))
     assert fix in [one.settings for one in refused.value.fixes]
 
 
-def test_a_lora_run_samples_with_its_adapter(world, tiny):
-    """With shared prefixes off and on, and a reward of ours; the first step agrees with the sampler."""
+def test_a_lora_run_samples_with_its_adapter(world, tiny, capsys):
+    """With a reward of ours and a policy loss of a person's own; the first step agrees with the sampler."""
+    (file := world.root / "mine.py").write_text(
+        "from flatout.objectives.policy import DrGRPO\n\nclass Mine(DrGRPO):\n    clip_high: float = 0.3\n"
+    )
     config = world(
-        "lora", method="lora", lora={"rank": 4}, objective={"kind": "dr_grpo"}, optim={"lr": 1e-2},
-        rollout={"rounds": 2, "rewards": [{"kind": "length", "max_tokens": 3}]},
+        "lora", method="lora", lora={"rank": 4}, objective={"path": f"{file}:Mine"}, optim={"lr": 1e-2},
+        rollout={"rounds": 2, "rewards": [{"kind": "length", "max_tokens": 3}]}, eval={"every_steps": 1},
     )  # fmt: skip
     train(config)
+    capsys.readouterr()
+    assert main(["rollouts", str(config.folder)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [row[:2] for row in rows] == [["1", "0"], ["-", "1"], ["2", "2"], ["-", "3"], ["-", "4"]]
     log = load(config.folder).log
     for step in (log.steps[0], log.steps[2]):
         if step.num_label_tokens:
