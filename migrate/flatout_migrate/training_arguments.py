@@ -18,7 +18,7 @@ SFT_DEFAULTS: Mapping[str, Any] = {**TRANSFORMERS_DEFAULTS, **_TABLE["defaults o
 evaluated_apart = t.by_cases(_TABLE["evaluated apart"])
 PACKED = "there, a packed row of several samples counts as one; raise this for as many tokens a step"
 # names whose null is a value of its own
-NULLABLE = frozenset({"max_length", "max_seq_length", "max_grad_norm", "save_total_limit"})
+NULLABLE = frozenset({"max_length", "max_seq_length", "max_grad_norm", "max_completion_length", "save_total_limit"})
 TRACKERS: Mapping[str, str] = _TABLE["trackers"]
 _FSDP: Mapping[str, Any] = _TABLE["fsdp"]
 

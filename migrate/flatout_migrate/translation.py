@@ -156,6 +156,8 @@ def translate(
 
 def _apply(table: Mapping[str, Rule], given: Given, shown: str | None) -> Outcome:
     name, rule = shown or given.name, table.get(given.name)
+    if given.name in read_table("systems")["booleans"].split() and not isinstance(given.value, bool | Unread):
+        return Outcome(name, "refused", {}, f"{given.value!r:.60} is neither true nor false; write one of them")
     if rule is None and not isinstance(given.value, Unread):
         near = difflib.get_close_matches(given.name, table, n=1, cutoff=0.8)
         hint = f"did you mean {near[0]}?" if near else "remove it if it does not change the training"

@@ -89,5 +89,8 @@ class RewardTrainer(CPOTrainer):
         return settings | {"objective": settings["objective"] | margin}
 
 
-def PatchDPOTrainer() -> None:  # noqa: N802  (the original's name)
+def PatchDPOTrainer(*_: Any) -> None:  # noqa: N802  (the original's name)
     """Do nothing: the trainer here needs no patch."""
+
+
+PatchFastRL = PatchDPOTrainer
