@@ -1,4 +1,4 @@
-"""GRPO of TRL and Unsloth: notebooks and scripts convert, and train unchanged; conversions.jsonl has single names."""
+"""GRPO of TRL and Unsloth: a notebook trains unchanged, and converts; conversions.jsonl has each name."""
 
 from __future__ import annotations
 
@@ -20,39 +20,29 @@ from datasets import load_dataset
 from {unsloth} import FastLanguageModel, PatchFastRL
 from {trl} import GRPOConfig, GRPOTrainer
 PatchFastRL("GRPO", FastLanguageModel)
-model, tokenizer = FastLanguageModel.from_pretrained(
-    model_name={model!r}, max_seq_length=500, load_in_4bit=False, fast_inference=True, max_lora_rank=4,
-)
+model, tokenizer = FastLanguageModel.from_pretrained({model!r}, max_seq_length=500, load_in_4bit=False,
+                                                     fast_inference=True, max_lora_rank=4)
 model = FastLanguageModel.get_peft_model(model, r=4, lora_alpha=8, random_state=7)
 SYSTEM = """Answer in
 <answer>...</answer>"""
 VOWELS = "ae"
 PATTERN = re.compile(f"[{{VOWELS}}]")
-
 def question(row):
     return f"What is {{row['n']}}?"
-
 rows = load_dataset("json", data_files="rows.jsonl", split="train")
 rows = rows.map(lambda row: {{"prompt": [{{"role": "system", "content": SYSTEM}},
                                        {{"role": "user", "content": question(row)}}]}})
-
 def vowels(completions, bonus, **kwargs):
     return [len(PATTERN.findall(one[0]["content"])) + more for one, more in zip(completions, bonus)]
-
 async def length(completions, **kwargs):
     return [len(one[0]["content"]) / 10 for one in completions]
-
-trainer = GRPOTrainer(
-    model=model, processing_class=tokenizer, reward_funcs=[vowels, length], train_dataset=rows,
-    args=GRPOConfig(
-        learning_rate=5e-3, per_device_train_batch_size=1, gradient_accumulation_steps=2, num_generations=4,
-        max_prompt_length=400, max_completion_length=8, num_train_epochs=1, reward_weights=[1.0, 0.5], beta=0.01,
-        output_dir="outputs", report_to="none", use_cpu=True,
-    ),
-)
+args = GRPOConfig("outputs", learning_rate=5e-3, per_device_train_batch_size=1, gradient_accumulation_steps=2,
+                  num_generations=4, max_prompt_length=400, max_completion_length=8, num_train_epochs=1,
+                  reward_weights=[1.0, 0.5], beta=0.01, report_to="none", use_cpu=True)
+trainer = GRPOTrainer(model=model, processing_class=tokenizer, reward_funcs=[vowels, length], train_dataset=rows,
+                      args=args)
 trainer.train()
 '''
-OURS = {"unsloth": "flatout_migrate.unsloth", "trl": "flatout_migrate.unsloth.trl"}
 
 
 def test_a_notebook_trains_and_its_translation_is_the_same_run(
@@ -60,48 +50,36 @@ def test_a_notebook_trains_and_its_translation_is_the_same_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text("".join(json.dumps({"n": n, "bonus": n}) + "\n" for n in range(4)))
-    names = {"model": str(tiny.model_dir)}
-    Path("run.py").write_text(NOTEBOOK.format(**OURS, **names))
+    ours = {"unsloth": "flatout_migrate.unsloth", "trl": "flatout_migrate.unsloth.trl"}
+    Path("run.py").write_text(NOTEBOOK.format(**ours, model=str(tiny.model_dir)))
     with pytest.warns(UserWarning, match="a longer prompt is left out"):
         runpy.run_path("run.py", run_name="__main__")
-    ran = flatout.load("outputs")
-    assert [len(ran.rollouts(number).answers) for number in (1, 2)] == [8, 8]
-
-    cells = ["!pip install unsloth\n%env A=1\n", "%%bash\nls\n", NOTEBOOK.format(unsloth="unsloth", trl="trl", **names)]
+    theirs = NOTEBOOK.format(unsloth="unsloth", trl="trl", model=str(tiny.model_dir))
+    cells = ["!pip install unsloth\n%env A=1\n", "%%bash\nls\n", theirs]
     parts = [{"cell_type": "code", "source": cell.splitlines(keepends=True)} for cell in cells]
     Path("run.ipynb").write_text(json.dumps({"cells": [{"cell_type": "markdown", "source": ["# GRPO"]}, *parts]}))
     words = ["rollout.rounds=2", "run_dir=converted", "model.precision=fp32"]
     assert main(["convert", "run.ipynb", "--to", "out.yaml", *words]) == 0
-    copied = Path("out_rewards.py").read_text()
-    assert not any(word in copied for word in ("FastLanguageModel", "GRPOTrainer", "load_dataset"))
     assert main(["train", "out.yaml"]) == 0
-    again = flatout.load("converted")
-    assert [step.loss for step in again.log.steps] == [step.loss for step in ran.log.steps]
-    assert [record.reward for record in again.log.rounds] == [record.reward for record in ran.log.rounds]
+    ran, read = (flatout.load(name).log for name in ("outputs", "converted"))
+    assert [step.loss for step in read.steps] == [step.loss for step in ran.steps]
+    assert [record.reward for record in read.rounds] == [record.reward for record in ran.rounds]
 
 
 @pytest.mark.parametrize(
-    ("functions", "named", "read", "run"),
+    ("functions", "named", "says"),
     [
-        ("def right(completions, **kwargs): return [N] * len(completions)", "right", "", ""),
-        ("right = lambda completions, **kwargs: [N] * len(completions)", "right", "", ""),
-        ("", "lambda completions, **kwargs: [1.0]", "has no name", "has no name"),
-        ("def made():\n    def right(completions): ...\n    return right", "made()", "has no name", "has no name"),
-        ("def right(completions, **kwargs): return trainer", "right", "right uses trainer", "right uses trainer"),
-        ("from trl import SFTConfig\ndef right(completions): return SFTConfig", "right", "it comes from trl", ""),
+        ("right = lambda completions, **kwargs: [N] * len(completions)", "right", ""),
+        ("", "lambda completions, **kwargs: [1.0]", "has no name"),
+        ("def right(completions, **kwargs): return trainer", "right", "right uses trainer"),
     ],
 )
-def test_rewards_that_can_run_apart(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    functions: str, named: str, read: str, run: str,
-) -> None:  # fmt: skip
+def test_rewards_that_run_apart(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, functions: str, named: str, says: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     args = f'{str(tiny.model_dir)!r}, {named}, GRPOConfig("o", max_steps=2, num_generations=2), [{{"prompt": "Hi."}}]'
-    text = f"from trl import GRPOConfig, GRPOTrainer\nN = 0.0\nN += 1.0\n{functions}\ntrainer = GRPOTrainer({args})\n"
-    Path("read.py").write_text(text)
-    words = ["data.sources=[a.jsonl]", "--to", "out.yaml"]
-    assert main(["convert", "read.py", *words]) == (2 if read else 0)
-    assert read in capsys.readouterr().err
-    Path("run.py").write_text(text.replace("from trl", "from flatout_migrate.unsloth.trl"))
-    with pytest.raises(UsageError, match=f"reward_funcs: .*{run}") if run else nullcontext():
+    text = f"from flatout_migrate.unsloth.trl import *\nN = 0.0\nN += 1.0\n{functions}\ntrainer = GRPOTrainer({args})\n"
+    Path("run.py").write_text(text)
+    with pytest.raises(UsageError, match=f"reward_funcs: .*{says}") if says else nullcontext():
         runpy.run_path("run.py", run_name="__main__")

@@ -9,11 +9,7 @@ from flatout_migrate.call_arguments import PEFT_DEFAULTS
 from flatout_migrate.doors import parser_of
 from flatout_migrate.translation import read_table
 
-PROMPT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n{output}"
-)
+PROMPT: str = read_table("flags")["prompt of unsloth-cli.py"]
 
 
 def run(args: argparse.Namespace) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from flatout import UsageError
 from flatout_migrate.copied import Copied
@@ -13,13 +12,9 @@ from flatout_migrate.grpo import COPIED, defaults_of
 from flatout_migrate.script import Script, python_of
 from flatout_migrate.translation import RefusedError
 from flatout_migrate.unsloth.models import Model
-from flatout_migrate.unsloth.trainer import SFTConfig, SFTTrainer, listed
+from flatout_migrate.unsloth.trainer import SFTTrainer, config_of, listed
 
-
-class GRPOConfig(SFTConfig, method="grpo"):
-    """TRL's arguments of GRPOTrainer; one that flatout cannot honour raises ProblemsError here."""
-
-    told_later: ClassVar[Mapping[str, Any]] = {"num_rows": 1}
+GRPOConfig = config_of("GRPO", num_rows=1)
 
 
 class GRPOTrainer(SFTTrainer):

@@ -41,10 +41,6 @@ class SFTConfig:
     # stands for what only the trainer knows
     told_later: ClassVar[Mapping[str, Any]] = {}
 
-    def __init_subclass__(cls, method: str = "") -> None:
-        if method:
-            cls.method, cls.table = method, {**ARGUMENTS, **rules_of_method(method)}
-
     def __init__(self, output_dir: str = "trainer_output", **given: Any) -> None:
         self.__dict__["given"] = {"output_dir": output_dir, **given}
         if self.method:
@@ -70,6 +66,13 @@ class UnslothTrainingArguments(SFTConfig):
     """The same with transformers' defaults, as in Unsloth."""
 
     defaults = TRANSFORMERS_DEFAULTS
+
+
+def config_of(name: str, **told_later: Any) -> type[SFTConfig]:
+    """Return the class of the arguments of TRL's trainer of this name."""
+    method = name.lower()
+    own = {"method": method, "table": {**ARGUMENTS, **rules_of_method(method)}, "told_later": told_later}
+    return type(f"{name}Config", (SFTConfig,), {"__doc__": f"TRL's arguments of {name}Trainer.", **own})
 
 
 class UnslothVisionDataCollator:
