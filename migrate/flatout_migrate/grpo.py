@@ -117,18 +117,11 @@ def _clip_high(given: Given) -> Became:
     return Became({"objective.clip_high": given.number() - 1}, "1 + clip_high is the largest weight")
 
 
-def _max_new_tokens(given: Given) -> Became:
-    if given.value is None:
-        raise RefusedError("memory is planned for the longest answer; write the most tokens of one")
-    return Became({"rollout.max_new_tokens": int(given.number())})
-
-
 RULES: Mapping[str, Rule] = {
     **t.rules_of("grpo"),
     **t.each(f"{_SIZES} steps_per_generation", _sizes),
     **t.each("max_steps num_train_epochs num_rows rounds", _length),
     **t.each("reward_funcs reward_weights", _rewards),
     "epsilon_high": _clip_high,
-    "max_completion_length": _max_new_tokens,
     "vllm_sampling_params": t.nested(t.rules_of("grpo", "of vLLM")),
 }

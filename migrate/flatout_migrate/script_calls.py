@@ -81,22 +81,15 @@ def translate_script(given: Mapping[str, Any], calls: Set[str], num_gpus: int = 
         table |= {**judged(rows), "map": t.any_value("copied beside the configuration, as the converter of the rows")}
     elif method:
         table |= judged(row_format(method))
-    if is_unsloth:
-        is_whole = any(given.get(name) is True for name in ("full_finetuning", "load_in_16bit", "load_in_fp8"))
-        defaults |= {"load_in_4bit": not is_whole, "max_length": 2048}
+    named = {"LoraConfig": "LoraConfig" in calls, "FastVisionModel": "FastVisionModel.from_pretrained" in calls}
+    defaults |= t.defaults_of("scripts", {**given, **named, "is_unsloth": is_unsloth})
     if {"max_length", "max_seq_length"} & {*given}:  # the trainer's counts, else the model's, else a default
         unread = "max_seq_length" if "max_length" in given else "max_length"
         defaults.pop(unread, None)
         given.pop(unread, None)
-    if "LoraConfig" in calls:
-        defaults |= {"r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
-    elif is_unsloth and given.get("full_finetuning") is not True:
-        defaults |= PEFT_DEFAULTS
-        if "FastVisionModel.from_pretrained" in calls:
-            defaults |= {"target_modules": "all-linear", "finetune_vision_layers": True}
-            table["finetune_vision_layers"] = t.to("model.freeze_vision_tower", lambda value: not value)
-    else:
-        defaults["full_finetuning"] = True
+    defaults = {**(PEFT_DEFAULTS if defaults.pop("get_peft_model", False) else {}), **defaults}
+    if "finetune_vision_layers" in defaults:
+        table["finetune_vision_layers"] = t.to("model.freeze_vision_tower", lambda value: not value)
     return t.translate(given, table, defaults=defaults, nullable=NULLABLE | {"target_modules"}, num_gpus=num_gpus)
 
 

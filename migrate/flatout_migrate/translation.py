@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -272,12 +273,13 @@ def rules_of(table: str, part: str = "") -> dict[str, Rule]:
 def _meets(row: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
     """Whether a row counts: each name of `if` has a listed value (null: not given), one of `any` is true, `none` is.
 
-    The value is that of the name `same as`, or its default there.
+    The value is that of the name `same as`, or its default there; its whole text is as `matches` says.
     """
-    return (
+    return bool(
         all(values.get(name) in known for name, known in row.get("if", {}).items())
         and ("any" not in row or any(values.get(name) for name in row["any"].split()))
         and not any(values.get(name) for name in row.get("none", "").split())
+        and ("matches" not in row or re.fullmatch(row["matches"], str(values["value"])))
         and ("same as" not in row or values["value"] == values.get(row["same as"], row.get("default")))
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import runpy
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 import flatout
 from flatout.cli.main import main
 from flatout.errors import UsageError
+from flatout_migrate.unsloth.trl import GRPOTrainer
 
 NOTEBOOK = '''
 import re
@@ -64,22 +64,5 @@ def test_a_notebook_trains_and_its_translation_is_the_same_run(
     ran, read = (flatout.load(name).log for name in ("outputs", "converted"))
     assert [step.loss for step in read.steps] == [step.loss for step in ran.steps]
     assert [record.reward for record in read.rounds] == [record.reward for record in ran.rounds]
-
-
-@pytest.mark.parametrize(
-    ("functions", "named", "says"),
-    [
-        ("right = lambda completions, **kwargs: [N] * len(completions)", "right", ""),
-        ("", "lambda completions, **kwargs: [1.0]", "has no name"),
-        ("def right(completions, **kwargs): return trainer", "right", "right uses trainer"),
-    ],
-)
-def test_rewards_that_run_apart(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, functions: str, named: str, says: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    args = f'{str(tiny.model_dir)!r}, {named}, GRPOConfig("o", max_steps=2, num_generations=2), [{{"prompt": "Hi."}}]'
-    text = f"from flatout_migrate.unsloth.trl import *\nN = 0.0\nN += 1.0\n{functions}\ntrainer = GRPOTrainer({args})\n"
-    Path("run.py").write_text(text)
-    with pytest.raises(UsageError, match=f"reward_funcs: .*{says}") if says else nullcontext():
-        runpy.run_path("run.py", run_name="__main__")
+    with pytest.raises(UsageError, match="reward_funcs: .* has no name at the top of the script"):
+        GRPOTrainer(str(tiny.model_dir), lambda completions: [1.0], train_dataset=[{"prompt": "Hi."}])
