@@ -64,5 +64,5 @@ def test_a_notebook_trains_and_its_translation_is_the_same_run(
     ran, read = (flatout.load(name).log for name in ("outputs", "converted"))
     assert [step.loss for step in read.steps] == [step.loss for step in ran.steps]
     assert [record.reward for record in read.rounds] == [record.reward for record in ran.rounds]
-    with pytest.raises(UsageError, match="reward_funcs: .* has no name at the top of the script"):
+    with pytest.raises(UsageError, match=r"reward_funcs: .* has no name at the top of the script"):
         GRPOTrainer(str(tiny.model_dir), lambda completions: [1.0], train_dataset=[{"prompt": "Hi."}])
