@@ -151,12 +151,6 @@ def _modules(given: Given) -> Became:
     return Became({"lora.targets": ["all-linear", *experts] if experts else "all-linear"})
 
 
-def _class_name(given: Given) -> Became:
-    if not str(given.value).endswith(("ForCausalLM", "ForConditionalGeneration", "Tokenizer", "TokenizerFast")):
-        raise RefusedError(f"{given.value} is not supported; only models of text (and pictures) are")
-    return Became(note="read from the model's folder")
-
-
 _LORA = lora_rules(_is_lora)
 
 
@@ -171,7 +165,6 @@ AXOLOTL: Mapping[str, Rule] = {
     **t.each("lora_target_modules lora_target_linear lora_target_parameters", _modules),
     **t.each("batch_size per_device_train_batch_size gradient_accumulation_steps", _batch),
     "warmup_ratio": lambda given: hf.warmup(given) if given.value is not None else Became({}, _WARMUP, check=True),
-    **t.each("model_type tokenizer_type", _class_name),
     "datasets": _sources,
     "chat_template": template(_TABLE["templates"]),
     "chat_template_jinja": template({}),

@@ -19,14 +19,6 @@ _ENDS = ("embed_tokens", "lm_head")
 COLLATORS: tuple[str, ...] = tuple(_TABLE["collators"].split())
 
 
-def _dtype(given: Given) -> Became:
-    known: Mapping[str, Any] = _TABLE["dtypes"]
-    name = str(given.value).removeprefix("torch.")
-    if name not in known:
-        raise RefusedError(f"{given.value!r:.40} is not supported; write bfloat16, float16, float32 or None")
-    return Became(known[name])
-
-
 def _targets(given: Given) -> Became:
     value, experts = given.all.get("target_modules"), [*(given.all.get("target_parameters") or ())]
     if value is None and not experts:
@@ -67,7 +59,6 @@ ARGUMENTS: Mapping[str, Rule] = {
     **t.rules_of("unsloth"),
     # from_pretrained
     "max_seq_length": t.to("data.max_tokens", lambda length: length or None),
-    "dtype": _dtype,
     "use_gradient_checkpointing": TRAINING_ARGUMENTS["gradient_checkpointing"],
     # get_peft_model, and PEFT's LoraConfig
     **t.each("target_modules target_parameters", _targets),

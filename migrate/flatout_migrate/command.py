@@ -32,7 +32,7 @@ class Command:
     """A trainer's command: its options and their values, its system, and its ranks in the script's own words.
 
     `beside` names commands of the same programs that train nothing, and what does the same here; `calls` are the names
-    of what a Python script calls.
+    of what a Python script calls, and `code` what its rewards need.
     """
 
     values: dict[str, Any]
@@ -40,6 +40,7 @@ class Command:
     num_ranks: str = "1"
     beside: Mapping[str, str] = field(default_factory=dict)
     calls: Set[str] = frozenset()
+    code: str = ""
 
 
 def read_command(file: Path) -> Command:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 import sys
@@ -26,8 +27,9 @@ from flatout.api.settings import (
 from flatout_migrate import training_arguments as hf
 from flatout_migrate.axolotl import translate_axolotl
 from flatout_migrate.command import Command, read_command
+from flatout_migrate.grpo import COPIED
 from flatout_migrate.llamafactory import translate_llamafactory
-from flatout_migrate.preference import SYSTEMS, method_of, refuse_rollouts
+from flatout_migrate.preference import GRPO, SYSTEMS, method_of, refuse_rollouts
 from flatout_migrate.script_calls import read_script, translate_script
 from flatout_migrate.swift import translate_swift, translate_swift_sft
 from flatout_migrate.translation import Translation, read_table, translate
@@ -66,7 +68,11 @@ def run(args: argparse.Namespace) -> int:
     system = (
         args.system or command.system or next((name for name, marks in _MARKS.items() if marks & given.keys()), None)
     )
-    refuse_rollouts(str(args.file), *given, *(given.get(name) for name in ("rl", "rlhf_type", "stage")))
+    refuse_rollouts(str(args.file), *given)
+    refuse_rollouts(str(args.file), *(given.get(name) for name in ("rl", "rlhf_type", "stage")), also=GRPO)
+    # the rounds of GRPO, which a file with epochs does not tell
+    if rounds := re.search(r"\brollout\.rounds=(\d+)\b", " ".join(args.overrides)):
+        given["rounds"] = int(rounds[1])
     if system is None:
         raise _of_no_system(args.file, given)
     _find_deepspeed(given, args.file.parent)
@@ -87,11 +93,7 @@ def run(args: argparse.Namespace) -> int:
     ]
     print(rows(table, 32), file=sys.stdout if args.to else sys.stderr)
     settings = translation.checked(str(args.file), _without(translation, given, args.without))
-    template = settings.get("data", {}).get("template") or ""
-    if "{%" in template:  # text of a template
-        if args.to is None:
-            raise UsageError(f"{args.file}: the chat template is written to a file beside the YAML: give --to OUT.yaml")
-        settings["data"]["template"] = str(args.to.with_suffix(".jinja"))
+    settings, beside = _files_beside(settings, command.code, args)
     settings, overrides = _with_rows(settings, args.overrides)
     config = make_config(settings, overrides, origin=str(args.file), folder=args.file.parent)
     checks = [f"CHECK {outcome.name}: {outcome.note}" for outcome in translation.outcomes if outcome.check]
@@ -101,10 +103,29 @@ def run(args: argparse.Namespace) -> int:
         print(comment + dump_config(config, only_given=True), end="")
         return 0
     write_new(args.to, comment + dump_config(config, only_given=True))
-    if "{%" in template:
-        write_new(args.to.with_suffix(".jinja"), template)
+    for path, text in beside.items():
+        write_new(path, text)
     print(f"wrote {args.to}; next: flatout plan {shlex.quote(str(args.to))}")
     return 0
+
+
+def _files_beside(
+    settings: dict[str, Any], code: str, args: argparse.Namespace
+) -> tuple[dict[str, Any], dict[Path, str]]:
+    """Return the settings with the paths of files that stand beside the YAML, and the texts of these files."""
+    template = settings.get("data", {}).get("template") or ""
+    template = template if "{%" in template else ""
+    if args.to is None and (template or code):
+        what = "chat template is" if template else "rewards are"
+        raise UsageError(f"{args.file}: the {what} written to a file beside the YAML: give --to OUT.yaml")
+    files = dict[Path, str]()
+    if template:
+        files[path := args.to.with_suffix(".jinja")] = template
+        settings["data"]["template"] = str(path)
+    if code:
+        files[path := args.to.with_name(f"{args.to.stem}_rewards.py")] = code
+        settings = json.loads(json.dumps(settings).replace(json.dumps(COPIED)[1:-1], json.dumps(f"{path}:")[1:-1]))
+    return settings, files
 
 
 def _with_rows(settings: dict[str, Any], overrides: list[str]) -> tuple[dict[str, Any], list[str]]:
@@ -131,11 +152,9 @@ def _read(file: Path) -> Command:
         if not isinstance(values, dict):
             raise UsageError(f"{file}: expected a JSON object of names and values; rows are data, not settings")
         return Command(values)
-    if file.suffix == ".ipynb":
-        raise UsageError(f"{file}: a notebook; write its code into a script: jupyter nbconvert --to script {file}")
-    if file.suffix == ".py":
-        values, calls = read_script(file)
-        return Command(values, "script", calls=calls)
+    if file.suffix in (".py", ".ipynb"):
+        values, calls, code = read_script(file)
+        return Command(values, "script", calls=calls, code=code)
     return read_command(file) if file.suffix == ".sh" else Command(read_yaml(file))
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flatout import UsageError
+from flatout_migrate import grpo
 from flatout_migrate import translation as t
 from flatout_migrate.training_arguments import TRAINING_ARGUMENTS, TRANSFORMERS_DEFAULTS
 from flatout_migrate.translation import Became, Given, RefusedError, Rule
@@ -23,11 +24,13 @@ _WHOLE = "nothing of a prompt or an answer is cut: what is longer than max_lengt
 _ORPO = "there, the chosen answer's cross-entropy is over its prompt too; here over the answer alone"
 _MARGIN = "there, rows with a margin have it in the loss; set objective.margin for that"
 _METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "nll", "kl")
-SYSTEMS = tuple(f"trl-{method}" for method in LOSSES)
+SYSTEMS = tuple(f"trl-{method}" for method in (*LOSSES, "grpo"))
 
 
-def defaults_of(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def defaults_of(method: str, given: Mapping[str, Any], *, is_unsloth: bool = False) -> dict[str, Any]:
     """Return what TRL's trainer of this method does without being told, where flatout's default differs."""
+    if method == "grpo":
+        return grpo.defaults_of(given, is_unsloth=is_unsloth)
     first, *_ = LOSSES[method]
     known = {"method": method, "loss_type": given.get("loss_type", first)}
     return {**TRANSFORMERS_DEFAULTS, "max_length": 1024, "loss_type": first, **t.defaults_of("preference", known)}
@@ -35,6 +38,8 @@ def defaults_of(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def rules_of_method(method: str, loss: str = "") -> dict[str, Rule]:
     """Return the rules for the names of a trainer's loss, besides those of TrainingArguments; `loss` is a fixed one."""
+    if method == "grpo":
+        return dict(grpo.RULES)
     rules = {name: _field(method, name, loss) for name in _FIELDS}
     return {
         **t.rules_of("preference"),
@@ -58,25 +63,25 @@ def method_of(given: Mapping[str, Any]) -> str:
     return method
 
 
-_ROLLOUTS = {"ppo", "grpo", "dr_grpo", "async_grpo", "gspo", "dapo", "rloo", "online_dpo", "nash_md", "xpo"}
-# names that only trainers of rollouts have
-_OF_ROLLOUTS = {"num_generations", "reward_funcs", "num_ppo_epochs", "rloo_k", "epsilon_high", "num_sample_generations"}
+_ROLLOUTS = {*_TABLE["rollouts"].split()}
+# translated of TRL and Unsloth alone
+GRPO = ("grpo", "dr_grpo", "gspo", "dapo")
 
 
-def refuse_rollouts(where: str, *names: object) -> None:
-    """Raise UsageError if a name is that of training on answers that the model writes meanwhile."""
+def refuse_rollouts(where: str, *names: object, also: Sequence[str] = ()) -> None:
+    """Raise UsageError if a name, one of `also` too, is that of training on answers that the model writes meanwhile."""
     for name in names:
         plain = re.sub("(config|trainer)$", "", str(name).lower())
-        if name in _OF_ROLLOUTS or {plain, plain.replace("dpo", "_dpo")} & _ROLLOUTS:
+        if {plain, plain.replace("dpo", "_dpo")} & {*_ROLLOUTS, *also}:
             raise UsageError(
                 f"{where}: {name}: this trains on answers that the model writes meanwhile (rollouts), which flatout "
-                "does not translate; its own losses for such answers: docs/policy-losses.md"
+                "does not translate but for GRPO of TRL and Unsloth; its own losses: docs/policy-losses.md"
             )
 
 
 def row_format(method: str) -> str:
     """Return the format of the rows of a trainer."""
-    return "kto" if method == "kto" else "preference"
+    return {"kto": "kto", "grpo": "prompts"}.get(method, "preference")
 
 
 def _parts(method: str, given: Given, loss: str) -> tuple[str, str, dict[str, float]]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import ast
 import operator
+import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flatout import UsageError
-from flatout.api.settings import read_text
+from flatout.api.settings import read_json, read_text
 from flatout_migrate.translation import RefusedError, Unread
 
 _SUMS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -39,12 +40,13 @@ class Call:
 class Script:
     """The syntax tree of a file. A name stands for a value if the file binds it once, to a constant."""
 
-    def __init__(self, file: Path) -> None:
-        """Read a file. Raises UsageError for one that is not Python."""
+    def __init__(self, file: Path, text: str | None = None) -> None:
+        """Read a file or notebook, or a text of it. Raises UsageError for one that is not Python."""
         self.file, self._num_values = file, 0
+        self.text = text if text is not None else _cells_of(file) if file.suffix == ".ipynb" else read_text(file)
         try:
             with warnings.catch_warnings(action="ignore"):
-                self._tree = ast.parse(read_text(file))
+                self._tree = ast.parse(self.text)
             self._nodes = [*ast.walk(self._tree)]
         except SyntaxError as error:
             raise UsageError(f"{file}:{error.lineno}: not Python 3: {error.msg}") from None
@@ -54,12 +56,23 @@ class Script:
         named = [one for node in imports for one in node.names]
         self._aliases = {one.asname: one.name.rpartition(".")[2] for one in named if one.asname}
         modules = {getattr(node, "module", None) or one.name for node in imports for one in node.names}
+        self.imported = {
+            one.name: node.module
+            for node in imports
+            if isinstance(node, ast.ImportFrom) and node.module
+            for one in node.names
+        }
         self.modules = {name.partition(".")[0] for name in modules}
         self.classes = [node for node in self._nodes if isinstance(node, ast.ClassDef)]
         self._bound, self._changed = Counter(_bound(self._nodes)), {*_changed(self._nodes)}
         self._assigned = {
             target.id: value for target, value in self._assignments() if isinstance(target, ast.Name) and value
         }
+
+    @property
+    def body(self) -> list[ast.stmt]:
+        """The statements at the top of the file."""
+        return self._tree.body
 
     def attributes(self) -> Iterator[tuple[ast.Attribute, ast.expr]]:
         """Yield the attributes that are set, and their new values; not those of modules and of `self`."""
@@ -144,6 +157,8 @@ class Script:
                 return "auto"
             case ast.Call(func=ast.Name(id="dict"), args=[], keywords=parts):
                 return {part.arg or _refuse(): self._value(part.value) for part in parts}
+            case ast.Call(func=function, args=[], keywords=parts) if self.name_of(function) == "SamplingParams":
+                return {part.arg or _refuse(): self.value(part.value) for part in parts}
         return self._computed(node)
 
     def _computed(self, node: ast.expr | None) -> Any:
@@ -163,6 +178,20 @@ class Script:
 
 def _refuse() -> Any:
     raise RefusedError
+
+
+def python_of(cells: Iterable[str]) -> str:
+    """Return the code of a notebook's cells, without the lines that are for IPython or the shell."""
+    own = (cell for cell in cells if not re.match(r"\s*%%(?!capture|time)", cell))
+    return re.sub(r"^([ \t]*)[!%](?:.*\\\n)*.*", r"\1pass", "\n\n".join(own), flags=re.MULTILINE)
+
+
+def _cells_of(file: Path) -> str:
+    notebook = read_json(file)
+    cells = notebook.get("cells") if isinstance(notebook, dict) else None
+    if not isinstance(cells, list):
+        raise UsageError(f"{file}: expected a notebook, an object with cells")
+    return python_of("".join(cell.get("source", "")) for cell in cells if cell.get("cell_type") == "code")
 
 
 def _sum(sign: type[ast.operator], left: Any, right: Any) -> Any:

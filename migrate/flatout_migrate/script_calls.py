@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping, Set
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from flatout import UsageError
 from flatout_migrate import translation as t
 from flatout_migrate.call_arguments import ARGUMENTS, COLLATORS, PEFT_DEFAULTS
+from flatout_migrate.copied import Copied
+from flatout_migrate.grpo import COPIED, is_of_trl
 from flatout_migrate.preference import defaults_of, refuse_rollouts, row_format, rules_of_method
 from flatout_migrate.script import Call, Script
 from flatout_migrate.training_arguments import NULLABLE, SFT_DEFAULTS, TRANSFORMERS_DEFAULTS, evaluated_apart
@@ -44,8 +47,10 @@ _OF_SCRIPTS: Mapping[str, Rule] = {
 }
 
 
-def read_script(file: Path) -> tuple[dict[str, Any], Set[str]]:
-    """Return the arguments of a script's calls by name, and the names of the calls. The script is never run.
+def read_script(file: Path) -> tuple[dict[str, Any], Set[str], str]:
+    """Return the arguments of a script's calls by name, the names of the calls, and the code that rewards need.
+
+    The script is never run.
 
     Raises UsageError for a file without a trainer that is known here.
     """
@@ -60,34 +65,31 @@ def read_script(file: Path) -> tuple[dict[str, Any], Set[str]]:
         if "flatout" in script.modules:
             raise UsageError(f"{file} imports flatout, so it needs no translation; see docs/front-doors.md")
         raise UsageError(f"{file}: calls none of {known}, whose arguments can be read without running it")
-    return _Arguments(script, calls).given, names
+    arguments = _Arguments(script, calls)
+    return arguments.given, names, arguments.copied.text()
 
 
 def translate_script(given: Mapping[str, Any], calls: Set[str], num_gpus: int = 1) -> Translation:
     """Translate what `read_script` found, by the defaults of the libraries whose calls these are."""
     given, known = dict(given), {**_CONFIGS, **_TRAINERS}
-    method = max(known.get(name, "") for name in calls)
-    defaults = defaults_of(method, given) if method else {**SFT_DEFAULTS}
+    method, is_unsloth = max(known.get(name, "") for name in calls), any(name.startswith(_UNSLOTH) for name in calls)
+    defaults = defaults_of(method, given, is_unsloth=is_unsloth) if method else {**SFT_DEFAULTS}
     defaults |= TRANSFORMERS_DEFAULTS if not method and calls & _PLAIN_CONFIGS else {}
-    table = {**ARGUMENTS, **(rules_of_method(method) if method else {}), **_OF_SCRIPTS}
-    table |= {**judged(row_format(method)), "task_type": t.any_value("the objective decides it")} if method else {}
-    is_unsloth = any(name.startswith(_UNSLOTH) for name in calls)
-    if is_unsloth:
-        is_whole = any(given.get(name) is True for name in ("full_finetuning", "load_in_16bit", "load_in_fp8"))
-        defaults |= {"load_in_4bit": not is_whole, "max_length": 2048}
+    of_method = {**rules_of_method(method), "task_type": t.any_value("the objective decides it")} if method else {}
+    table = {**ARGUMENTS, **_OF_SCRIPTS, **of_method}
+    if str(rows := given.get("map", "")).startswith(COPIED):
+        table |= {**judged(rows), "map": t.any_value("copied beside the configuration, as the converter of the rows")}
+    elif method:
+        table |= judged(row_format(method))
+    named = {"LoraConfig": "LoraConfig" in calls, "FastVisionModel": "FastVisionModel.from_pretrained" in calls}
+    defaults |= t.defaults_of("scripts", {**given, **named, "is_unsloth": is_unsloth})
     if {"max_length", "max_seq_length"} & {*given}:  # the trainer's counts, else the model's, else a default
         unread = "max_seq_length" if "max_length" in given else "max_length"
         defaults.pop(unread, None)
         given.pop(unread, None)
-    if "LoraConfig" in calls:
-        defaults |= {"r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
-    elif is_unsloth and given.get("full_finetuning") is not True:
-        defaults |= PEFT_DEFAULTS
-        if "FastVisionModel.from_pretrained" in calls:
-            defaults |= {"target_modules": "all-linear", "finetune_vision_layers": True}
-            table["finetune_vision_layers"] = t.to("model.freeze_vision_tower", lambda value: not value)
-    else:
-        defaults["full_finetuning"] = True
+    defaults = {**(PEFT_DEFAULTS if defaults.pop("get_peft_model", False) else {}), **defaults}
+    if "finetune_vision_layers" in defaults:
+        table["finetune_vision_layers"] = t.to("model.freeze_vision_tower", lambda value: not value)
     return t.translate(given, table, defaults=defaults, nullable=NULLABLE | {"target_modules"}, num_gpus=num_gpus)
 
 
@@ -96,6 +98,7 @@ class _Arguments:
 
     def __init__(self, script: Script, calls: list[Call]) -> None:
         self.script, self.given, self._where = script, dict[str, Any](), dict[str, str]()
+        self.copied = Copied(script)
         for call in calls:
             name, line = call.name, call.node.lineno
             if name in _PLACES or name.removesuffix(".from_pretrained").endswith(_MODELS):
@@ -109,6 +112,7 @@ class _Arguments:
         for one in (one for one in script.classes if {script.name_of(base) for base in one.bases} & _TRAINERS.keys()):
             self.given[one.name] = Unread(f"line {one.lineno}: it is not run; pass an objective to flatout.train")
         self._read_rows([call for call in calls if call.name == "load_dataset"])
+        self._copy_map([call.node for call in calls if call.name == "map" and "reward_funcs" in self.given])
         for target, value in script.attributes():
             if target.attr in _NOT_RUN:
                 self.given[target.attr] = f"line {target.lineno}"
@@ -158,6 +162,8 @@ class _Arguments:
                 continue
             elif name == "eval_dataset":
                 value = value is not None
+            elif name == "reward_funcs":
+                value = self._rewards(made if isinstance(made, ast.List | ast.Tuple) else node)
             is_object = is_trainer and isinstance(value, Unread) and name in ("model", "ref_model", "peft_config")
             if name in _OBJECTS or is_object:
                 continue
@@ -167,6 +173,36 @@ class _Arguments:
             self._put(
                 "model_name_or_path" if is_trainer and name == "model" else name, value, node.lineno, call.condition
             )
+
+    def _rewards(self, node: ast.expr) -> list[str] | Unread:
+        """Return names of reward functions; those at the top of the script are copied. Its file itself would train."""
+        names = []
+        for part in node.elts if isinstance(node, ast.List | ast.Tuple) else [node]:
+            name = self.script.name_of(part)
+            file = self.script.file.parent / f"{self.script.imported.get(name, '').replace('.', '/')}.py"
+            try:
+                if not isinstance(part, ast.Name):
+                    raise RefusedError(f"{ast.unparse(part):.60} has no name; write def at the top of the file")
+                if file.is_file():
+                    names.append(f"{file}:{name}")
+                    continue
+                if not is_of_trl(name):
+                    self.copied.keep(part.id)
+                names.append(f"{COPIED}{part.id if not is_of_trl(name) else name}")
+            except RefusedError as why:
+                return Unread(f"line {part.lineno}: {why}")
+        return names
+
+    def _copy_map(self, calls: list[ast.Call]) -> None:
+        """Make the function of the one `map` of the rows their converter; what cannot be one stays refused."""
+        if len({ast.unparse(ast.Tuple([*call.args, *call.keywords])) for call in calls}) != 1:  # type: ignore[list-item]
+            return
+        removed = next((one.value for one in calls[0].keywords if one.arg == "remove_columns"), None)
+        known = {one.arg for one in calls[0].keywords} <= {"remove_columns", "num_proc", "desc"}
+        if known and len(calls[0].args) == 1 and (removed is None or ast.unparse(removed).endswith(".column_names")):
+            with suppress(RefusedError):
+                name = self.copied.keep_rows(calls[0].args[0], is_whole=removed is not None)
+                self.given["map"] = f"{COPIED}{name}"
 
     def _read_rows(self, calls: list[Call]) -> None:
         """Read the data set that is trained on: the one whose split is not for evaluation."""

@@ -18,7 +18,7 @@ SFT_DEFAULTS: Mapping[str, Any] = {**TRANSFORMERS_DEFAULTS, **_TABLE["defaults o
 evaluated_apart = t.by_cases(_TABLE["evaluated apart"])
 PACKED = "there, a packed row of several samples counts as one; raise this for as many tokens a step"
 # names whose null is a value of its own
-NULLABLE = frozenset({"max_length", "max_seq_length", "max_grad_norm", "save_total_limit"})
+NULLABLE = frozenset({"max_length", "max_seq_length", "max_grad_norm", "max_completion_length", "save_total_limit"})
 TRACKERS: Mapping[str, str] = _TABLE["trackers"]
 _FSDP: Mapping[str, Any] = _TABLE["fsdp"]
 
@@ -134,18 +134,7 @@ def deepspeed_file(given: Given) -> Became:
     return Became({"strategy": "ddp" if stage[1] == "0" else f"zero{stage[1]}", **offload}, note, check=True)
 
 
-def _attention(given: Given) -> Became:
-    if given.value == "eager":
-        return Became({"model.attention": "plain"})
-    if given.value not in ("sdpa", "flex_attention", "xformers") and "flash" not in str(given.value):
-        raise RefusedError(f"{given.value!r:.40} is not supported; remove it for model.attention=auto")
-    return Became(note="model.attention=auto takes the fastest kernel that is exact")
-
-
-MODEL_ARGUMENTS: Mapping[str, Rule] = {
-    "attn_implementation": _attention,
-    **t.rules_of("training_arguments", "of the model"),
-}
+MODEL_ARGUMENTS: Mapping[str, Rule] = t.rules_of("training_arguments", "of the model")
 TRAINING_ARGUMENTS: Mapping[str, Rule] = {
     **MODEL_ARGUMENTS,
     **t.rules_of("training_arguments"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -156,6 +157,8 @@ def translate(
 
 def _apply(table: Mapping[str, Rule], given: Given, shown: str | None) -> Outcome:
     name, rule = shown or given.name, table.get(given.name)
+    if given.name in read_table("systems")["booleans"].split() and not isinstance(given.value, bool | Unread):
+        return Outcome(name, "refused", {}, f"{given.value!r:.60} is neither true nor false; write one of them")
     if rule is None and not isinstance(given.value, Unread):
         near = difflib.get_close_matches(given.name, table, n=1, cutoff=0.8)
         hint = f"did you mean {near[0]}?" if near else "remove it if it does not change the training"
@@ -270,12 +273,13 @@ def rules_of(table: str, part: str = "") -> dict[str, Rule]:
 def _meets(row: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
     """Whether a row counts: each name of `if` has a listed value (null: not given), one of `any` is true, `none` is.
 
-    The value is that of the name `same as`, or its default there.
+    The value is that of the name `same as`, or its default there; its whole text is as `matches` says.
     """
-    return (
+    return bool(
         all(values.get(name) in known for name, known in row.get("if", {}).items())
         and ("any" not in row or any(values.get(name) for name in row["any"].split()))
         and not any(values.get(name) for name in row.get("none", "").split())
+        and ("matches" not in row or re.fullmatch(row["matches"], str(values["value"])))
         and ("same as" not in row or values["value"] == values.get(row["same as"], row.get("default")))
     )
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from flatout_migrate import training_arguments as hf
 from flatout_migrate import translation as t
+from flatout_migrate.grpo import AS_TEXT
 from flatout_migrate.preference import defaults_of, row_format, rules_of_method
 from flatout_migrate.translation import Became, Given, RefusedError, Rule, Translation
 
@@ -164,7 +165,7 @@ def translate_trl(given: Mapping[str, Any], num_gpus: int = 1, method: str = "")
     if _evaluates_there(given):
         defaults["dataset_test_split"] = "test"
     if given.get("max_seq_length"):
-        defaults.pop("max_length")
+        defaults.pop("max_length", None)
     table = {**TRL, **rules_of_method(method), **judged(row_format(method))} if method else TRL
     return t.translate(given, table, defaults=defaults, nullable=hf.NULLABLE, num_gpus=num_gpus)
 
@@ -175,6 +176,7 @@ def judged(name: str) -> dict[str, Rule]:
     def rule(given: Given) -> Became:
         became = TRL[given.name](given).settings
         sources = [{**source, "format": name} for source in became.get("data.sources", ())]
-        return Became({**became, **({"data.sources": sources} if sources else {})})
+        note = AS_TEXT if name == "prompts" and sources else ""
+        return Became({**became, **({"data.sources": sources} if sources else {})}, note, check=bool(note))
 
     return t.each(OF_DATA + " dataset_mixture", rule)

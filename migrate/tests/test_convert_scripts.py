@@ -176,7 +176,7 @@ def test_a_script_that_is_read_has_the_settings_of_one_that_is_run(
         ("class OwnTrainer(SFTTrainer): ...\nOwnTrainer()", "calls OwnTrainer and SFTTrainer; one of SFTTrainer"),
         ("PeftModel.from_pretrained(m, 'a')", "PeftModel.from_pretrained: line 4: this call is not known here"),
         ("SFTTrainer(m, peft_config=IA3Config())", "IA3Config: line 4: this call is not known here"),
-        ("GRPOConfig('o')", "GRPOConfig: this trains on answers that the model writes meanwhile (rollouts)"),
+        ("RLOOConfig('o')", "RLOOConfig: this trains on answers that the model writes meanwhile (rollouts)"),
         ("x = (", "sft.py:4: not Python 3: '(' was never closed"),
         ("a = b\nb = a\nSFTConfig(a)", "output_dir: line 6: a is not a constant"),
     ],

@@ -238,7 +238,7 @@ class OwnStep:
 
 REFUSED: dict[str, list[dict[str, Any]]] = {
     "from_pretrained": [
-        {"load_in_8bit": True, "load_in_4bit": False}, {"fast_inference": True}, {"rope_scaling": {"type": "linear"}},
+        {"load_in_8bit": True, "load_in_4bit": False}, {"float8_kv_cache": True}, {"rope_scaling": {"type": "linear"}},
         {"resize_model_vocab": 9}, {"dtype": "int3"}, {"max_seq_len": 9},
     ],
     "get_peft_model": [

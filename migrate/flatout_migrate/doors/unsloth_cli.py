@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from flatout_migrate.call_arguments import PEFT_DEFAULTS
 from flatout_migrate.doors import parser_of
 from flatout_migrate.translation import read_table
 
-PROMPT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n{output}"
-)
+PROMPT: str = read_table("flags")["prompt of unsloth-cli.py"]
 
 
-def run(args: argparse.Namespace) -> None:
-    """Train, save and push as the flags say."""
+def run(args: argparse.Namespace) -> int:
+    """Train, save and push as the flags say; return 0."""
     from datasets import Dataset
 
     from flatout.api.data import read_rows
@@ -46,16 +41,12 @@ def run(args: argparse.Namespace) -> None:
         model.push_to_hub_gguf(args.hub_path, tokenizer, token=args.hub_token)
     if args.push_model:
         model.push_to_hub_merged(args.hub_path, tokenizer, args.save_method, args.hub_token)
+    return 0
 
 
 def main() -> int:
     """Run the command line; return its exit code."""
-    from flatout import FlatoutError
+    from flatout.api.commands import exit_code_of
 
     args = parser_of("unsloth-cli.py", description="Fine-tune a language model, on flatout.").parse_args()
-    try:
-        run(args)
-    except FlatoutError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return exit_code_of(lambda: run(args))

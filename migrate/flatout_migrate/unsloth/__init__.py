@@ -12,6 +12,7 @@ from flatout_migrate.unsloth.models import FastLanguageModel as FastLanguageMode
 from flatout_migrate.unsloth.models import FastVisionModel as FastVisionModel
 from flatout_migrate.unsloth.models import is_bfloat16_supported as is_bfloat16_supported
 from flatout_migrate.unsloth.preference import PatchDPOTrainer as PatchDPOTrainer
+from flatout_migrate.unsloth.preference import PatchFastRL as PatchFastRL
 from flatout_migrate.unsloth.trainer import UnslothTrainer as UnslothTrainer
 from flatout_migrate.unsloth.trainer import UnslothTrainingArguments as UnslothTrainingArguments
 from flatout_migrate.unsloth.trainer import UnslothVisionDataCollator as UnslothVisionDataCollator

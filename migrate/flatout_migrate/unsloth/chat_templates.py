@@ -16,14 +16,7 @@ if TYPE_CHECKING:
 _NAMES: Mapping[str, str] = read_table("unsloth")["templates"]
 # a template that comes with its models: the start of its names, and text that the tokenizer's own must contain
 _SHIPPED: Mapping[str, str] = read_table("unsloth")["templates of models"]
-# lets a template read turns with other keys and roles, and adds a system turn where there is none
-_PRELUDE = """{%%- set told = namespace(turns=[]) -%%}{%%- set roles = %(roles)s -%%}
-{%%- for turn in messages -%%}{%%- if %(role)s in turn and 'role' not in turn -%%}
-{%%- set turn = {'role': roles.get(turn[%(role)s], turn[%(role)s]), 'content': turn[%(content)s]} -%%}{%%- endif -%%}
-{%%- if loop.first and %(system)s and turn['role'] != 'system' -%%}
-{%%- set told.turns = [{'role': 'system', 'content': %(system)s}] -%%}{%%- endif -%%}
-{%%- set told.turns = told.turns + [turn] -%%}{%%- endfor -%%}{%%- set messages = told.turns -%%}
-"""
+_PRELUDE: str = read_table("unsloth")["prelude of templates"]
 
 
 def get_chat_template(

@@ -78,6 +78,8 @@ class Model:
         if this_rank().is_first:
             copy_model(source, Path(save_directory))
 
+    save_lora = save_pretrained
+
     def save_pretrained_merged(
         self, save_directory: str | Path, tokenizer: Any = None, save_method: str = "merged_16bit", **options: Any
     ) -> None:

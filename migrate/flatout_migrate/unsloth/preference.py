@@ -6,29 +6,9 @@ from typing import Any
 
 from flatout_migrate import translation as t
 from flatout_migrate.preference import defaults_of
-from flatout_migrate.unsloth.trainer import SFTConfig, SFTTrainer, listed
+from flatout_migrate.unsloth.trainer import SFTConfig, SFTTrainer, config_of, listed
 
-
-class DPOConfig(SFTConfig, method="dpo"):
-    """TRL's arguments of DPOTrainer; one that flatout cannot honour raises ProblemsError here."""
-
-
-class CPOConfig(SFTConfig, method="cpo"):
-    """TRL's arguments of CPOTrainer, which also trains SimPO."""
-
-
-class ORPOConfig(SFTConfig, method="orpo"):
-    """TRL's arguments of ORPOTrainer."""
-
-
-class KTOConfig(SFTConfig, method="kto"):
-    """TRL's arguments of KTOTrainer."""
-
-
-class RewardConfig(SFTConfig, method="reward"):
-    """TRL's arguments of RewardTrainer."""
-
-
+DPOConfig, CPOConfig, ORPOConfig, KTOConfig, RewardConfig = map(config_of, ("DPO", "CPO", "ORPO", "KTO", "Reward"))
 _SCORES = t.only(("SEQ_CLS", "CAUSAL_LM"), "adapters of a model that scores: write SEQ_CLS")
 RewardConfig.table = {**RewardConfig.table, "task_type": _SCORES}
 
@@ -89,5 +69,8 @@ class RewardTrainer(CPOTrainer):
         return settings | {"objective": settings["objective"] | margin}
 
 
-def PatchDPOTrainer() -> None:  # noqa: N802  (the original's name)
+def PatchDPOTrainer(*_: Any) -> None:  # noqa: N802  (the original's name)
     """Do nothing: the trainer here needs no patch."""
+
+
+PatchFastRL = PatchDPOTrainer

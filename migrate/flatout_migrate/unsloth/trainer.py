@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import warnings
@@ -37,16 +38,14 @@ class SFTConfig:
     method: ClassVar[str] = ""
     defaults: Mapping[str, Any] = SFT_DEFAULTS
     table: ClassVar[Mapping[str, Rule]] = ARGUMENTS
-
-    def __init_subclass__(cls, method: str = "") -> None:
-        if method:
-            cls.method, cls.table = method, {**ARGUMENTS, **rules_of_method(method)}
+    # stands for what only the trainer knows
+    told_later: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, output_dir: str = "trainer_output", **given: Any) -> None:
         self.__dict__["given"] = {"output_dir": output_dir, **given}
         if self.method:
             self.__dict__["defaults"] = defaults_of(self.method, given)
-        settings_of(self.given, type(self).__name__, self.defaults, table=self.table)
+        settings_of(self.given, type(self).__name__, {**self.defaults, **self.told_later}, table=self.table)
 
     def __getattr__(self, name: str) -> Any:
         from transformers import TrainingArguments
@@ -67,6 +66,13 @@ class UnslothTrainingArguments(SFTConfig):
     """The same with transformers' defaults, as in Unsloth."""
 
     defaults = TRANSFORMERS_DEFAULTS
+
+
+def config_of(name: str, **told_later: Any) -> type[SFTConfig]:
+    """Return the class of the arguments of TRL's trainer of this name."""
+    method = name.lower()
+    own = {"method": method, "table": {**ARGUMENTS, **rules_of_method(method)}, "told_later": told_later}
+    return type(f"{name}Config", (SFTConfig,), {"__doc__": f"TRL's arguments of {name}Trainer.", **own})
 
 
 class UnslothVisionDataCollator:
@@ -170,7 +176,8 @@ class SFTTrainer:
         callbacks = [callback for callback in self._given["callbacks"] if isinstance(callback, Callback)]
         in_memory = {} if model.paths else {"model": model.source}
         model.run = train(settings, tokenizer=self._reader, data=rows, callbacks=callbacks, **in_memory)
-        steps = model.run.log.steps
+        if not (steps := model.run.log.steps):  # no round had a signal
+            return TrainOutput(0, math.nan, {})
         loss, seconds = sum(step.loss for step in steps) / len(steps), steps[-1].elapsed_s
         rates = {"samples": sum(step.num_samples for step in steps) / seconds, "steps": len(steps) / seconds}
         metrics = {f"train_{name}_per_second": rate for name, rate in rates.items()}

@@ -1,0 +1,68 @@
+"""GRPO of TRL and Unsloth: a notebook trains unchanged, and converts; conversions.jsonl has each name."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flatout
+from flatout.cli.main import main
+from flatout.errors import UsageError
+from flatout_migrate.unsloth.trl import GRPOTrainer
+
+NOTEBOOK = '''
+import re
+from datasets import load_dataset
+from {unsloth} import FastLanguageModel, PatchFastRL
+from {trl} import GRPOConfig, GRPOTrainer
+PatchFastRL("GRPO", FastLanguageModel)
+model, tokenizer = FastLanguageModel.from_pretrained({model!r}, max_seq_length=500, load_in_4bit=False,
+                                                     fast_inference=True, max_lora_rank=4)
+model = FastLanguageModel.get_peft_model(model, r=4, lora_alpha=8, random_state=7)
+SYSTEM = """Answer in
+<answer>...</answer>"""
+VOWELS = "ae"
+PATTERN = re.compile(f"[{{VOWELS}}]")
+def question(row):
+    return f"What is {{row['n']}}?"
+rows = load_dataset("json", data_files="rows.jsonl", split="train")
+rows = rows.map(lambda row: {{"prompt": [{{"role": "system", "content": SYSTEM}},
+                                       {{"role": "user", "content": question(row)}}]}})
+def vowels(completions, bonus, **kwargs):
+    return [len(PATTERN.findall(one[0]["content"])) + more for one, more in zip(completions, bonus)]
+async def length(completions, **kwargs):
+    return [len(one[0]["content"]) / 10 for one in completions]
+args = GRPOConfig("outputs", learning_rate=5e-3, per_device_train_batch_size=1, gradient_accumulation_steps=2,
+                  num_generations=4, max_prompt_length=400, max_completion_length=8, num_train_epochs=1,
+                  reward_weights=[1.0, 0.5], beta=0.01, report_to="none", use_cpu=True)
+trainer = GRPOTrainer(model=model, processing_class=tokenizer, reward_funcs=[vowels, length], train_dataset=rows,
+                      args=args)
+trainer.train()
+'''
+
+
+def test_a_notebook_trains_and_its_translation_is_the_same_run(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("".join(json.dumps({"n": n, "bonus": n}) + "\n" for n in range(4)))
+    ours = {"unsloth": "flatout_migrate.unsloth", "trl": "flatout_migrate.unsloth.trl"}
+    Path("run.py").write_text(NOTEBOOK.format(**ours, model=str(tiny.model_dir)))
+    with pytest.warns(UserWarning, match="a longer prompt is left out"):
+        runpy.run_path("run.py", run_name="__main__")
+    theirs = NOTEBOOK.format(unsloth="unsloth", trl="trl", model=str(tiny.model_dir))
+    cells = ["!pip install unsloth\n%env A=1\n", "%%bash\nls\n", theirs]
+    parts = [{"cell_type": "code", "source": cell.splitlines(keepends=True)} for cell in cells]
+    Path("run.ipynb").write_text(json.dumps({"cells": [{"cell_type": "markdown", "source": ["# GRPO"]}, *parts]}))
+    words = ["rollout.rounds=2", "run_dir=converted", "model.precision=fp32"]
+    assert main(["convert", "run.ipynb", "--to", "out.yaml", *words]) == 0
+    assert main(["train", "out.yaml"]) == 0
+    ran, read = (flatout.load(name).log for name in ("outputs", "converted"))
+    assert [step.loss for step in read.steps] == [step.loss for step in ran.steps]
+    assert [record.reward for record in read.rounds] == [record.reward for record in ran.rounds]
+    with pytest.raises(UsageError, match=r"reward_funcs: .* has no name at the top of the script"):
+        GRPOTrainer(str(tiny.model_dir), lambda completions: [1.0], train_dataset=[{"prompt": "Hi."}])
