@@ -282,7 +282,7 @@ def test_a_process_that_died_is_started_again(forms, tmp_path):
 
 
 def test_a_process_that_met_its_limit_of_memory_is_replaced(forms):
-    scores, lines = score(forms, named(forms, "grows", memory_gb=1), items("4", "none", "5", "6"))
+    scores, lines = score(forms, named(forms, "grows", memory_gb=1, seconds=100), items("4", "none", "5", "6"))
     before, bad, after, later = scores.values[:, 0]
     assert math.isnan(bad)
     assert before != after == later
