@@ -232,6 +232,8 @@ def set_up_and_train(
     setup = Setup(config, planned, checkpoints, reporter, rank, watch)
     run = build_run(setup, checkpoint, memory_check)
     run.state.rewards = rewards
+    if rewards is not None:
+        rewards.load_models(run.device)
     del checkpoint  # its open files would keep deleted checkpoints on disk
     reporter.phase("starting the loop")
     gpus = gather_gpus(run)
