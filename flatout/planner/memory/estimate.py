@@ -166,7 +166,8 @@ class MemoryModel:
         fitted = self.fitted_estimate(size, recompute, accumulates)
         measured = self.corrections.get(self.kind_of_pass(recompute), Correction())
         activations, working = measured.of(fitted.activations_bytes, fitted.working_bytes)
-        return replace(fitted, activations_bytes=activations, working_bytes=working)
+        beside = self.settings.reward_models_bytes
+        return replace(fitted, activations_bytes=activations, working_bytes=working, reward_models_bytes=beside)
 
     def fitted_estimate(self, size: MicroBatchSize, recompute: Recompute, accumulates: bool) -> MemoryEstimate:
         """Return `estimate` by the fitted constants alone, without what was measured on the device."""
