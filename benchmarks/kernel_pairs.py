@@ -219,7 +219,7 @@ def loss_pairs(shape: str, step: str) -> Iterator[Pair]:
     yield Pair("loss, torch tiles / all logits at once", where, tiles, partial(prepare, plain), step, 1)
 
 
-def fused_mlp(shape: str, storage: str | None, *, fuses: bool = True, transposed: bool = True) -> Any:
+def fused_mlp(shape: str, storage: str | None, *, fuses: bool = True) -> Any:
     """One layer's MLP with LoRA on its linears, in a storage, and its fused layers."""
     register()
     sizes = {**SHAPES[shape], "num_hidden_layers": 1, "vocab_size": 1024}
@@ -230,7 +230,7 @@ def fused_mlp(shape: str, storage: str | None, *, fuses: bool = True, transposed
         device = torch.device(DEVICE)
         quantize_layers(model, QUANTIZERS[storage], device=device, dtype=DTYPE, place=device)
     add_lora(model, LoraConfig(rank=16, alpha=16.0), seed=0)
-    return model, fuse_layers(model, fp8=storage == "nf4", transposed=transposed) if fuses else None
+    return model, fuse_layers(model, fp8=storage == "nf4") if fuses else None
 
 
 def mlp_run(shape: str, storage: str | None, **options: bool) -> Run:
@@ -257,7 +257,6 @@ def layer_pairs(shape: str, storage: str | None, step: str) -> Iterator[Pair]:
     yield pair("one accumulator, hopper.cu / torch's products", without(segmented, "fits", lambda *_: False))
     if storage == "fp8":
         yield pair("low_rank, triton / bf16", without(low_rank, "fits", lambda *_: False))
-        yield pair("float8 weights kept transposed / each pass", transposed=False)
 
     def copies(write: Callable[[Any], Run]) -> Run:
         fused: FusedLayers = fused_mlp(shape, storage)[1]

@@ -129,7 +129,6 @@ def _plain_values(summary: PlanSummary) -> dict[str, Any]:
         values |= {
             "micro_batch_tokens": decision.micro_batch_tokens,
             "recompute": decision.recompute,
-            "transposed_weights": decision.transposed_weights,
             "memory_budget_bytes": decision.budget_bytes,
             "longest_document_tokens": summary.longest_document_tokens,
             "decision": decision.reason,

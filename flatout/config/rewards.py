@@ -19,9 +19,10 @@ READY: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "json_schema": ("json_schema",),
         "code": ("field",),
         "length": ("min_tokens", "max_tokens"),
+        "model": ("path",),
     }
 )
-_NEEDED = {"regex": "pattern", "json_schema": "json_schema", "length": "max_tokens"}
+_NEEDED = {"regex": "pattern", "json_schema": "json_schema", "length": "max_tokens", "model": "path"}
 if TYPE_CHECKING:
     RewardName: TypeAlias = str
 else:
@@ -32,9 +33,10 @@ class RewardConfig(Section):
     """A function that scores answers; `FILE.py:FUNCTION` or the name of a ready one is short for it."""
 
     path: PathText | None = None
-    """A function in a file of your own, which runs as code in processes of its own: rewards.py:correct."""
+    """A function in a file of your own, which runs as code in processes of its own: rewards.py:correct; with kind
+    model, the folder of a reward model: runs/judge/final."""
     kind: RewardName | None = None
-    """A ready one instead: exact, number, regex, json_schema, code, length (docs/rewards.md)."""
+    """A ready one instead: exact, number, regex, json_schema, code, length, model (docs/rewards.md)."""
     name: Annotated[str, Field(pattern=r"^[A-Za-z_]\w{0,39}$")] | None = None
     """Its name in figures; null: that of the function, or the kind."""
     weight: float = Field(default=1.0, ge=-1e6, le=1e6)
@@ -66,16 +68,21 @@ class RewardConfig(Section):
         """Its name in figures and messages."""
         return self.name or self.kind or str(self.path).rpartition(":")[2]
 
+    @property
+    def function(self) -> str | None:
+        """What runs as code of a person's own: FILE.py:FUNCTION."""
+        return self.path if self.kind is None else None
+
     @model_validator(mode="after")
     def _reads_what_is_set(self) -> Self:
-        if (self.path is None) == (self.kind is None):
-            given = "path and kind are both given; keep one" if self.path else "neither path nor kind is given"
-            raise ValueError(f"{given}: FILE.py:FUNCTION, or one of {', '.join(READY)}")
+        if self.kind is None and self.path is None:
+            raise ValueError(f"neither path nor kind is given: FILE.py:FUNCTION, or one of {', '.join(READY)}")
         own = {name for names in READY.values() for name in names}
-        unread = sorted(own.difference(READY[self.kind] if self.kind else ()))
+        unread = sorted(own.difference(READY[self.kind] if self.kind else ("path",)))
+        unread += ["seconds", "memory_gb"] * (self.kind == "model")  # it runs in no process of its own
         refuse_unused(self, unread, f"kind: {self.kind}, which does not read it" if self.kind else "path")
-        if self.path is not None:
-            require_own_code("path", self.path, "rewards.py:correct", kind="FUNCTION")
+        if self.function is not None:
+            require_own_code("path", self.function, "rewards.py:correct", kind="FUNCTION")
         if (needed := _NEEDED.get(self.kind or "")) and getattr(self, needed) is None:
             raise ValueError(f"kind: {self.kind} needs {needed}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,12 @@ from flatout.io.redact import redacted
 from flatout.models.export import merge
 from flatout.models.load.auto_class import is_scoring
 from flatout.models.load.inference import ModelPaths, load_trained
+from flatout.models.scoring import scores_of
 from flatout.rollout.chat import Sampling, answer_all, prompt_ids
 from flatout.track.console import ConsoleCallback
 
 # settings of a run's data that decide what a row's tokens are
 _OF_ROWS = {"max_tokens", "too_long", "template", "template_args", "special_tokens", "lost_reasoning", "end_of_turn"}
-# tokens that are scored together, with padding
-_BATCH_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +126,8 @@ class Evaluation:
             given = {"name": "rows", "root": root, "tokenizer": self.paths.tokenizer, "sources": [{**source, **form}]}
             config = DataConfig.model_validate({**known, **given, "num_samples": self.limit, "shuffle": False})
             store = open_or_build(config, self.paths.base, log=lambda text: console.on_stage("tokens", text))
-            scores = scores_of(self.model, store, lambda done, total: console.on_phase("scoring rows", done, total))
+            texts = [store.sample(index).token_ids for index in range(store.num_samples)]
+            scores = scores_of(self.model, texts, lambda done, total: console.on_phase("scoring rows", done, total))
             judged = judge(scores, store, labels)
         num = judged.get("num_pairs") or judged["num_samples"]
         lines = [f"accuracy: {judged['num_right']} of {num} right ({judged['accuracy']:.1%})"]
@@ -183,32 +183,6 @@ def safe_name(name: str) -> str:
 
 def _progress() -> ConsoleCallback:
     return ConsoleCallback(Console(stderr=True))
-
-
-@torch.no_grad()
-def scores_of(
-    model: Any, store: TokenStore, on_progress: Callable[[int, int], None] = lambda done, total: None
-) -> NDArray[np.float64]:
-    """Return the scores (N, K) of a data set's samples, by transformers' own forward pass on padded batches.
-
-    Without a padding token in the model's config, samples are computed one by one.
-    """
-    device, padding_id = model.get_input_embeddings().weight.device, model.config.get_text_config().pad_token_id
-    scores = np.zeros((store.num_samples, model.config.num_labels))
-    order, done = np.argsort(store.lengths, kind="stable")[::-1], 0
-    while done < len(order):
-        longest = int(store.lengths[order[done]])
-        count = 1 if padding_id is None else max(1, _BATCH_TOKENS // longest)
-        rows = order[done : done + count]
-        ids = torch.full((len(rows), longest), padding_id or 0, device=device)
-        mask = torch.zeros_like(ids)
-        for place, index in enumerate(rows):
-            token_ids = torch.tensor(store.sample(int(index)).token_ids.tolist(), device=device)
-            ids[place, : len(token_ids)], mask[place, : len(token_ids)] = token_ids, 1
-        scores[rows] = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.double().cpu().numpy()
-        done += len(rows)
-        on_progress(done, len(order))
-    return scores
 
 
 def judge(scores: NDArray[np.float64], store: TokenStore, labels: Sequence[str]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +23,8 @@ NEW_WEIGHT = f"{SCORE}.weight"
 """The weight that base models lack."""
 ONE_SCORE = ("LABEL_0",)
 """transformers' name for the score of a model that has one."""
+# tokens that are scored together, with padding
+_BATCH_TOKENS = 8192
 
 
 class Scoring(NamedTuple):
@@ -115,3 +117,31 @@ def last_position(token_ids: NDArray[Any], padding_id: int | None) -> int:
     if padding_id is None:
         return len(token_ids) - 1
     return int(np.flatnonzero(token_ids != padding_id)[-1:].sum())
+
+
+@torch.inference_mode()
+def scores_of(
+    model: Any,
+    texts: Sequence[Sequence[int] | NDArray[Any]],
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> NDArray[np.float64]:
+    """Return the scores (N, K) of texts, given as token ids, by transformers' own forward pass on padded batches.
+
+    Without a padding token in the model's config, texts are computed one by one.
+    """
+    device, padding_id = model.get_input_embeddings().weight.device, model.config.get_text_config().pad_token_id
+    scores, lengths = np.zeros((len(texts), model.config.num_labels)), np.array([len(ids) for ids in texts], np.int64)
+    order, done = np.argsort(lengths, kind="stable")[::-1], 0
+    while done < len(order):
+        longest = int(lengths[order[done]])
+        count = 1 if padding_id is None else max(1, _BATCH_TOKENS // longest)
+        rows = order[done : done + count]
+        ids = torch.full((len(rows), longest), padding_id or 0, device=device)
+        mask = torch.zeros_like(ids)
+        for place, index in enumerate(rows):
+            token_ids = torch.tensor(np.asarray(texts[index]).tolist(), device=device)
+            ids[place, : len(token_ids)], mask[place, : len(token_ids)] = token_ids, 1
+        scores[rows] = model(input_ids=ids, attention_mask=mask, use_cache=False).logits.double().cpu().numpy()
+        done += len(rows)
+        on_progress(done, len(order))
+    return scores

@@ -41,6 +41,8 @@ class PlanSettings:
     computes_in_fp8: bool
     reason_against_sharding: str | None
     """The setting that needs whole weights on every rank, or None."""
+    reward_models_bytes: int = 0
+    """Weights beside the model, which score a round's answers."""
 
     @classmethod
     def of(cls, config: Config) -> Self:

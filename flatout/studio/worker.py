@@ -142,7 +142,7 @@ def plan(
 
     summary = plan_config(config, device, callback=(callback := Page()), tokens_per_s=tokens_per_s)
     totals, memory = summary.totals, summary.totals.memory
-    parts = ("weights", "adapter", "gradients", "optimizer", "activations", "working")
+    parts = ("weights", "adapter", "gradients", "optimizer", "activations", "working", "reward_models")
     return {
         "rows": list(summary.rows(callback.events)),
         "memory_parts": {name: getattr(memory, f"{name}_bytes") for name in parts} if memory else {},

@@ -54,7 +54,7 @@ def require_no_code(config: Config) -> None:
     """Raise SecurityError for a configuration that runs code of a person's own file."""
     own = {"objective": config.objective.path, "optim": config.optim.path, "lora.init": config.lora.init_path}
     own |= {f"format of {source.path}": source.converter for source in config.data.sources}
-    own |= {f"rollout.rewards {reward.title}": reward.path for reward in config.rollout.rewards}
+    own |= {f"rollout.rewards {reward.title}": reward.function for reward in config.rollout.rewards}
     if where := next((f"{setting}: {path}" for setting, path in own.items() if path is not None), None):
         what = "the file would run as code, which a page may not start"
         raise SecurityError(f"{where}: {what}; start this run in a terminal: flatout train")

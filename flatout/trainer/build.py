@@ -26,7 +26,6 @@ from flatout.models.context.shard import ContextShard
 from flatout.models.experts.block import experts_modules
 from flatout.models.experts.parallel import slice_experts
 from flatout.models.experts.router import Routers
-from flatout.models.frozen.frozen_experts import Fp8Experts
 from flatout.models.load.model import LoadedModel
 from flatout.models.lora.fused import FusedLayers, fuse_layers
 from flatout.models.lora.layer import trainable_parameters
@@ -175,11 +174,8 @@ def replace_layers(loaded: LoadedModel, config: Config, planned: PlannedRun, rep
         why = why if planned.parallel_layout.shards_state else "weights are still in their files"
         reporter.stage("fused", f"off: {why}")
         return FusedLayers([])
-    fused = fuse_layers(loaded.model, fp8=config.base.computes_in_fp8, transposed=planned.memory.transposed_weights)
+    fused = fuse_layers(loaded.model, fp8=config.base.computes_in_fp8)
     reporter.stage("fused", fused.report)
-    if planned.memory.transposed_weights:
-        for experts in (module for module in loaded.model.modules() if isinstance(module, Fp8Experts)):
-            experts.keep_transposed()
     return fused
 
 

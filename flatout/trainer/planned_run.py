@@ -138,7 +138,6 @@ class PlannedRun:
             layout.strategy,
             memory.micro_batch_tokens,
             memory.recompute,
-            memory.transposed_weights,
             layout.reshard_after_forward,
         ]
 

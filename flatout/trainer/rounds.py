@@ -126,8 +126,8 @@ def open_round(
     return TokenStore.open(folder) if there[0] is not None else None
 
 
-def read_rewards(config: Config, reporter: Reporter, group: ControlGroup) -> Rewards | None:
-    """Read the files of a run's reward functions without running them; None for a run on a data set. Collective.
+def read_rewards(config: Config, reporter: Reporter, group: ControlGroup) -> Rewards:
+    """Read the files of a run's reward functions without running them; a data set has none. Collective.
 
     Raises UsageError on every rank for a file that one cannot read.
     """
@@ -141,6 +141,5 @@ def read_rewards(config: Config, reporter: Reporter, group: ControlGroup) -> Rew
         log = partial(reporter.stage, "rewards")
         rewards.append(Rewards(config.rollout.rewards, log_file, num_procs=num_procs, log=log))
 
-    if config.rollout.rounds is not None:
-        group.run_on_all_ranks(read)
-    return next(iter(rewards), None)
+    group.run_on_all_ranks(read)
+    return rewards[0]

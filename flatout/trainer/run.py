@@ -210,7 +210,8 @@ def set_up_and_train(
     planned = plan_run(config, data, reporter, rank, gpu and memory_check.corrected(gpu))
     reporter.phase("reading the model's fingerprint")
     fingerprints = {**planned.fingerprints, "model": fingerprint_model(config.model)}
-    if (rewards := read_rewards(config, reporter, group)) is not None:
+    rewards = read_rewards(config, reporter, group)
+    if config.rollout.rounds is not None:
         fingerprints["rewards"] = rewards.digests
     planned = replace(planned, fingerprints=fingerprints)
     require_same_run(config, planned, group)
@@ -230,10 +231,11 @@ def set_up_and_train(
         reporter.event("restarted", {"step": 0})
     setup = Setup(config, planned, checkpoints, reporter, rank, watch)
     with ExitStack() as stack:
-        if rewards is not None:  # their processes start on all ranks, before the model is loaded, or on none
-            group.run_on_all_ranks(lambda: stack.enter_context(rewards) and None)
+        # their processes start on all ranks, before the model is loaded, or on none
+        group.run_on_all_ranks(lambda: stack.enter_context(rewards) and None)
         run = build_run(setup, checkpoint, memory_check)
         run.state.rewards = rewards
+        rewards.load_models(run.device)
         if not evaluates:
             run.progress.last_eval_step = run.progress.step
         del checkpoint  # its open files would keep deleted checkpoints on disk

@@ -37,6 +37,7 @@ from flatout.planner.settings import PlanSettings
 from flatout.planner.shape import ModelShape, check_expert_ranks, check_positions
 from flatout.planner.steps.training_plan import split_held_out
 from flatout.rollout.advantages import make_advantages
+from flatout.rollout.rewards.model import RewardModel
 from flatout.track.callback import Reporter
 from flatout.trainer.model_shape import read_shape, read_text_config
 from flatout.trainer.picture_inputs import with_pictures
@@ -118,7 +119,9 @@ def open_data(config: Config, reporter: Reporter, rank: Rank, *, starts: bool) -
     settings, new_tokens = PlanSettings.of(config), new_token_ids(config.data, model.name)
     if rollouts:
         batch = config.batch.model_copy(update={"samples_per_step": rollouts.rounds.units_per_step})
-        settings = replace(settings, batch=batch, records_graphs=False)
+        models = [RewardModel(reward) for reward in config.rollout.rewards if reward.kind == "model"]
+        num_bytes = sum(model.num_bytes for model in models)
+        settings = replace(settings, batch=batch, records_graphs=False, reward_models_bytes=num_bytes)
     return RunData(settings, objective, shape, text_config, split, eval_stores, scoring, *new_tokens, rollouts)
 
 

@@ -24,8 +24,8 @@ PACKAGE = ROOT / "flatout"
 KNOWN_UNUSED = {"flatout/data/rows/remote.py: _fetch_range": "fsspec calls it"}
 # names of our own making, and the field's word in their place
 WORDS = {
-    "JoinedLora": "FusedLora", "join_layers": "fuse_layers", "turned_weights": "transposed_weights",
-    "turnable_bytes": "transposable_bytes", "Spread": "ParallelLayout", "spread_of": "resolve_layout",
+    "JoinedLora": "FusedLora", "join_layers": "fuse_layers",
+    "Spread": "ParallelLayout", "spread_of": "resolve_layout",
     "choose_spread": "choose_parallel_layout", "Storage": "DurableIO", "Messages": "ControlGroup",
     "hold_back": "set_found_inf", "let_go": "clear_found_inf", "ladder": "size_buckets", "rungs": "size_buckets",
     "num_borders": "num_boundaries", "borders": "boundaries", "ledger": "build_report", "LeanAdamW": "AdamW8bit",
@@ -85,7 +85,7 @@ MAX_PACKAGE_LINES = {
     "parallel": 2_000,
     "planner": 3_500,
     "profile": 500,
-    "rollout": 2_500,
+    "rollout": 3_000,
     "studio": 1_500,
     "track": 3_000,
     "trainer": 7_500,

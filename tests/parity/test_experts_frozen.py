@@ -36,8 +36,6 @@ def test_products_are_those_of_the_dense_weight(storage, is_down):
         for form, tensors in ((stored.matmul, stored.storage), (DENSE, [dense]))
     )
     assert float((ours - truth).norm() / truth.norm()) < tolerance
-    if storage == "fp8":
-        stored.keep_transposed()
     dy = torch.randn(NUM_TOKENS if is_down else NUM_TOKENS * K, 64, generator=generator, dtype=torch.float64)
     options = {"low": low, "low_weight": torch.randn(NUM_EXPERTS, 8, 128).double()}
     options |= {"gather": True} if is_down else {"scatter": K}
@@ -46,17 +44,6 @@ def test_products_are_those_of_the_dense_weight(storage, is_down):
         for form, tensors in ((stored.matmul, stored.storage), (DENSE, [dense]))
     )
     assert float((ours - truth).norm() / truth.norm()) < tolerance
-
-
-def test_a_transposed_copy_changes_no_bit():
-    generator = torch.Generator().manual_seed(2)
-    routing = route(torch.rand(NUM_TOKENS, NUM_EXPERTS, generator=generator).topk(K).indices, NUM_EXPERTS)
-    stored = Fp8Experts(torch.randn(NUM_EXPERTS, 32, 48, generator=generator), scales_inputs=False)
-    dy = torch.randn(NUM_TOKENS * K, 32, generator=generator)
-    without = stored.matmul.backward(dy, stored.storage, routing, scatter=K)
-    stored.keep_transposed()
-    assert len(stored.storage) == 3
-    assert torch.equal(stored.matmul.backward(dy, stored.storage, routing, scatter=K), without)
 
 
 def test_products_of_trained_experts_are_those_of_frozen_ones():

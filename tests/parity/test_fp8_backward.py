@@ -136,7 +136,7 @@ def test_the_plan_counts_the_copies(targets, tmp_path):
     added = [buffer for name, buffer in model.named_buffers() if name.endswith(("transposed", "column_scale"))]
     copies = sum(buffer.nbytes for buffer in added)
     # fused layers hold the same tensors
-    fuse_layers(model, transposed=True)
+    fuse_layers(model)
     assert {id(buffer) for buffer in added} <= {id(buffer) for buffer in model.buffers()}
     float8 = [buffer for buffer in model.buffers() if buffer.dtype == torch.float8_e4m3fn]
     assert len(float8) == len(added) / 2

@@ -5,7 +5,6 @@ import torch
 from tiny_models import save_tiny_model, tiny_samples
 from torch import nn
 
-from flatout.config.read import make_config
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.errors import ResourceError
 from flatout.kernels.fp8_matmul import fp8_problem, quantize_rows, scaled_product
@@ -16,10 +15,6 @@ from flatout.models.lora.fused import FusedLora, fuse_layers
 from flatout.models.lora.layer import add_lora, lora_layers, trainable_parameters
 from flatout.models.model_with_loss import packed_cross_entropy
 from flatout.models.packed import flatten_samples
-from flatout.planner.memory.estimate import MemoryModel
-from flatout.planner.memory.sizes import MicroBatchSize
-from flatout.planner.settings import PlanSettings
-from flatout.trainer.model_shape import make_shape
 
 CPU = torch.device("cpu")
 on_gpu = pytest.mark.gpu
@@ -112,47 +107,6 @@ def test_fused_products_equal_those_alone(make, kind, tmp_path):
     # float8 falls on the other side of a step where fp32 sums differ in the last bit
     assert fused_loss == pytest.approx(loss, rel=1e-3 if kind == "float8" else 1e-5)
     assert relative(fused, truth) < (0.1 if kind == "float8" else 1e-4)
-
-
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj", "down_proj"]])
-def test_weights_turned_once_give_the_same_bits(targets, tmp_path):
-    models = {transposed: adapted_model(tmp_path, Fp8Linear, targets) for transposed in (False, True)}
-    weights = {name: layer.weight for name, layer in lora_layers(models[True]).items()}
-    reports = {transposed: fuse_layers(model, transposed=transposed).report for transposed, model in models.items()}
-    assert "(float8, transposed once)" in reports[True]
-    assert "(float8)" in reports[False]
-    (loss, gradient), (turned_loss, turned_gradient) = (loss_and_gradient(model) for model in models.values())
-    assert turned_loss == loss
-    assert torch.equal(turned_gradient, gradient)
-    # one byte more for each fused weight, as the plan counts it, and in nothing that is saved
-    (buffers, turned_buffers) = (dict(model.named_buffers()) for model in models.values())
-    kept = [turned_buffers[name] for name in turned_buffers if name not in buffers]
-    values = {"model": {"name": "m"}, "base": {"storage": "fp8"}, "lora": {"rank": 4, "targets": targets}}
-    settings = PlanSettings.of(make_config(values))
-    shape = make_shape(models[True].config.to_dict())
-    planned, more = (
-        MemoryModel(settings, shape, "fp32", False, transposed_weights=transposed) for transposed in (False, True)
-    )
-    size = MicroBatchSize(32, 16, 4)
-    difference = more.estimate(size, "none").weights_bytes - planned.estimate(size, "none").weights_bytes
-    assert sum(buffer.nbytes for buffer in kept) == difference == planned.transposable_bytes > 0
-    assert models[True].state_dict().keys() == models[False].state_dict().keys()
-    for name, layer in lora_layers(models[True]).items():
-        assert torch.equal(layer.weight, weights[name])
-        assert torch.equal(layer.merged_weight(), lora_layers(models[False])[name].merged_weight())
-
-
-def test_weights_turned_once_compile_as_one_graph(tmp_path):
-    """Traced, forward and backward, with the copy as an input like any other storage."""
-    gradients = []
-    for transposed in (False, True):
-        model = adapted_model(tmp_path, Fp8Linear)
-        fuse_layers(model, transposed=transposed)
-        mlp = decoder_layers(model)[0].mlp
-        x = draw(11, 64).requires_grad_()
-        compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True, dynamic=True)
-        gradients.append(torch.autograd.grad(compiled(x), x, draw(11, 64, seed=5))[0])
-    assert torch.equal(*gradients)
 
 
 def test_4_bit_weights_in_float8_products_are_close_to_dense_ones(tmp_path):

@@ -79,7 +79,7 @@ def fused_layers(base, weights):
         lora = LoraConfig(rank=rank, alpha=2 * rank)
         members.append(LoraLinear(BASES[base](weight), lora, torch.Generator().manual_seed(index)))
         members[-1].lora_b.data.copy_(draw(len(weight), rank, seed=2 + index))
-    fused = FusedLora(members, fp8=base == "nf4", transposed=False)
+    fused = FusedLora(members, fp8=base == "nf4")
     FusedLayers([fused]).refresh()
     return fused, members
 

@@ -100,7 +100,7 @@ def test_all_of_a_small_part_reaches_outputs_and_input_gradients(base, lora, fus
         x = draw_x(width, num_tokens, dtype, device if rounded else "cpu")
         group = None
         if fused and rounded:
-            group = FusedLayers([FusedLora(layers, fp8=False, transposed=False)])
+            group = FusedLayers([FusedLora(layers, fp8=False)])
         without = results(layers, x, group)
         wake(layers, 1e-4)
         found[dtype] = results(layers, x, group), without

@@ -279,7 +279,7 @@ def fused_group(base, device):
         made = Fp8BackwardLinear(linear) if base == "fp8 backward" else BASES[base](linear)
         members.append(LoraLinear(made, lora, torch.Generator().manual_seed(index)).to(device))
         members[-1].lora_b.data.copy_(draw(*members[-1].lora_b.shape, seed=10 + index) * 0.1)
-    group = FusedLora(members, fp8=base == "nf4", transposed=False)
+    group = FusedLora(members, fp8=base == "nf4")
     FusedLayers([group]).refresh()
     return group
 

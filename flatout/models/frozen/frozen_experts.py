@@ -38,10 +38,7 @@ DENSE = ExpertsMatmul(
 
 
 def _make_fp8_experts_matmul(scales_inputs: bool) -> ExpertsMatmul:
-    """Storage: e4m3 (E, out, in), scales fp32 (E, in) if `scales_inputs`, otherwise (E, out).
-
-    A third tensor is a transposed copy of the bytes, (E, in, out); without it, each backward pass makes one.
-    """
+    """Storage: e4m3 (E, out, in), scales fp32 (E, in) if `scales_inputs`, otherwise (E, out)."""
 
     def scales(storage: Sequence[Tensor], in_backward: bool) -> dict[str, Any]:
         # the sides change in the backward pass
@@ -54,7 +51,7 @@ def _make_fp8_experts_matmul(scales_inputs: bool) -> ExpertsMatmul:
         dy: Tensor, storage: Sequence[Tensor], routing: Routing, *, low_weight: Tensor | None = None, **options: Any
     ) -> Tensor:
         low_weight = None if low_weight is None else low_weight.transpose(1, 2)
-        turned = storage[2] if len(storage) > 2 else storage[0].transpose(1, 2)
+        turned = storage[0].transpose(1, 2)
         return grouped_linear_fp8(dy, turned, routing, **scales(storage, True), low_weight=low_weight, **options)
 
     return ExpertsMatmul(forward, backward, lambda *call: scales(*call).get("in_scale"))
@@ -142,7 +139,6 @@ class Fp8Experts(FrozenExperts):
 
     bytes: Tensor
     scale: Tensor
-    transposed: Tensor | None
 
     def __init__(self, weight: Tensor, *, scales_inputs: bool) -> None:
         super().__init__()
@@ -154,21 +150,16 @@ class Fp8Experts(FrozenExperts):
             (stacked.transpose(1, 2) if scales_inputs else stacked).contiguous(), requires_grad=False
         )
         self.register_buffer("scale", torch.stack(scale)[..., 0])
-        self.register_buffer("transposed", None, persistent=False)
         self.scales_inputs = scales_inputs
         self.matmul = _make_fp8_experts_matmul(scales_inputs)
 
     @property
     def storage(self) -> list[Tensor]:
-        """The bytes (E, out, in), the scales and, if kept, the transposed bytes."""
-        return [self.bytes, self.scale] if self.transposed is None else [self.bytes, self.scale, self.transposed]
+        """The bytes (E, out, in) and the scales."""
+        return [self.bytes, self.scale]
 
     def sliceable(self, num_parts: int) -> tuple[str, ...]:
-        return ("bytes", "scale") if self.transposed is None else ("bytes", "scale", "transposed")
-
-    def keep_transposed(self) -> None:
-        """Keep a transposed copy of the bytes for the backward pass, with bitwise equal results."""
-        self.transposed = self.bytes.detach().view(torch.uint8).transpose(1, 2).contiguous().view(torch.float8_e4m3fn)
+        return ("bytes", "scale")
 
     @property
     def weight(self) -> Tensor:

@@ -18,16 +18,13 @@ from flatout.models.frozen.frozen_experts import FrozenExperts, HoldsNf4
 from flatout.models.frozen.matmul import FrozenLinearFunction, FrozenMatmul, Operands
 
 
-def _make_fp8_matmul(sizes: list[int], *, transposed: bool = False) -> FrozenMatmul:
-    """Storage: scales fp32 (sum of N_i,), e4m3 (sum of N_i, K) and, if `transposed`, a copy as (K, sum of N_i)."""
+def _make_fp8_matmul(sizes: list[int]) -> FrozenMatmul:
+    """Storage: scales fp32 (sum of N_i,) and e4m3 (sum of N_i, K)."""
 
     def weight(storage: Sequence[Tensor], in_backward: bool) -> Tensor:
-        if in_backward and transposed:
-            return storage[2]
-        # transposed into a temporary, one layer at a time, if memory does not fit a second copy
         return storage[1].t().contiguous() if in_backward else storage[1]
 
-    return _make_scaled_matmul("float8, transposed once" if transposed else "float8", sizes, weight)
+    return _make_scaled_matmul("float8", sizes, weight)
 
 
 def _make_nf4_matmul(sizes: list[int], in_features: int, *, fp8: bool = False) -> FrozenMatmul:
@@ -245,14 +242,13 @@ def num_weights(model: nn.Module) -> int:
 
 
 def fuse_frozen(
-    layers: Sequence[FrozenLinear], *, fp8: bool, transposed: bool = False, ranks: Sequence[int] = ()
+    layers: Sequence[FrozenLinear], *, fp8: bool, ranks: Sequence[int] = ()
 ) -> tuple[FrozenMatmul, list[Tensor]]:
     """Return one product for several frozen layers of the same input, and its tensors, whose memory the layers share.
 
-    `fp8` multiplies NF4 weights in float8; float8 weights always are, and `transposed` keeps a second, transposed copy
-    of their bytes for the backward pass, with bitwise equal results. One kernel computes products and adapters of these
-    `ranks` where there is one. Raises UsageError for layers of mixed storage, and ResourceError if the device or a
-    layer's size does not support float8 products.
+    `fp8` multiplies NF4 weights in float8; float8 weights always are. One kernel computes products and adapters of
+    these `ranks` where there is one. Raises UsageError for layers of mixed storage, and ResourceError if the device or
+    a layer's size does not support float8 products.
     """
     sizes, in_features, first = [base.out_features for base in layers], layers[0].in_features, layers[0]
     device, dtype = next(first.parameters()).device, first.weight.dtype if isinstance(first, nn.Linear) else first.dtype
@@ -267,13 +263,13 @@ def fuse_frozen(
         for base, part in zip(backward, quantized.split([base.out_features for base in backward], dim=1), strict=True):
             base.transposed.copy_(part)
             base.column_scale.copy_(scale[:, 0])
-    matmul, storage = _joined(layers, fp8=fp8, transposed=transposed)
+    matmul, storage = _joined(layers, fp8=fp8)
     if one_accumulator:
         matmul = replace(matmul, describe=f"{matmul.describe}, one accumulator", one_accumulator=True)
     return replace(matmul, load_error=load_error), storage
 
 
-def _joined(layers: Sequence[FrozenLinear], *, fp8: bool, transposed: bool) -> tuple[FrozenMatmul, list[Tensor]]:
+def _joined(layers: Sequence[FrozenLinear], *, fp8: bool) -> tuple[FrozenMatmul, list[Tensor]]:
     sizes, in_features = [base.out_features for base in layers], layers[0].in_features
     if isinstance(layers[0], Fp8Linear) or (fp8 and isinstance(layers[0], Nf4Linear)):
         device = next(layers[0].buffers()).device
@@ -297,8 +293,7 @@ def _joined(layers: Sequence[FrozenLinear], *, fp8: bool, transposed: bool) -> t
         fused = torch.cat([base.bytes.detach() for base in fp8_layers])
         for base, part, own_scale in zip(fp8_layers, fused.split(sizes), scale.split(sizes), strict=True):
             base.bytes, base.row_scale = nn.Parameter(part, requires_grad=False), own_scale
-        transposed_copies = [fused.t().contiguous()] if transposed else []
-        return _make_fp8_matmul(sizes, transposed=transposed), [scale, fused, *transposed_copies]
+        return _make_fp8_matmul(sizes), [scale, fused]
     fused = torch.cat([base.weight.detach() for base in dense_layers])
     for linear, part in zip(dense_layers, fused.split(sizes), strict=True):
         linear.weight = nn.Parameter(part, requires_grad=False)

@@ -93,7 +93,7 @@ class FusedLora(nn.Module):
     of the masters in the compute dtype, which `FusedLayers.refresh` updates.
     """
 
-    def __init__(self, members: Sequence[LoraLinear], *, fp8: bool, transposed: bool) -> None:
+    def __init__(self, members: Sequence[LoraLinear], *, fp8: bool) -> None:
         super().__init__()
         first = members[0]
         self.scaling = first.scaling
@@ -103,7 +103,7 @@ class FusedLora(nn.Module):
         self.pending: tuple[Tensor, tuple[Tensor, ...]] | None = None
         bases = [member.base for member in members]
         self.biases = [base.bias for base in bases]
-        self.product, storage = fuse_frozen(bases, fp8=fp8, transposed=transposed, ranks=self.ranks)
+        self.product, storage = fuse_frozen(bases, fp8=fp8, ranks=self.ranks)
         self._num_storage = len(storage)
         for index, tensor in enumerate(storage):
             self.register_buffer(f"storage_{index}", tensor, persistent=False)
@@ -205,11 +205,11 @@ class FusedLayers:
         self._copies.write()
 
 
-def fuse_layers(model: PreTrainedModel, *, fp8: bool = False, transposed: bool = False) -> FusedLayers:
+def fuse_layers(model: PreTrainedModel, *, fp8: bool = False) -> FusedLayers:
     """Fuse the decoder's LoRA layers that are in the same module and read the same input tensor.
 
     They are found in one small forward pass, so this works for any architecture. Layers with dropout or DoRA, and those
-    outside the decoder (an adapted head), are not fused. `fp8` and `transposed` are those of `fuse_frozen`. Results
+    outside the decoder (an adapted head), are not fused. `fp8` is that of `fuse_frozen`. Results
     change by rounding only.
     """
     layers = {name: layer for name, layer in lora_layers(model).items() if isinstance(layer, LoraLinear)}
@@ -233,6 +233,6 @@ def fuse_layers(model: PreTrainedModel, *, fp8: bool = False, transposed: bool =
         if x is not None and not layers[name].dropout and layers[name].magnitude is None:
             key = (name.rpartition(".")[0], id(x), layers[name].scaling)
             groups.setdefault(key, []).append(layers[name])
-    fused = FusedLayers([FusedLora(members, fp8=fp8, transposed=transposed) for members in groups.values()])
+    fused = FusedLayers([FusedLora(members, fp8=fp8) for members in groups.values()])
     fused.refresh()
     return fused

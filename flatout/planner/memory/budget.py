@@ -31,7 +31,7 @@ CPU = Device("the CPU", 0, has_bf16=False, has_fp8=False)
 BUSY_TOKENS = 8192
 # share of the memory reserved for allocator waste, other kernels' workspaces and estimation error
 MARGIN = 0.06
-# weights kept transposed may cost this many times as many passes; otherwise each pass transposes them (30 GB: 14 ms)
+# gathered weights that are kept may cost this many times as many passes
 MORE_PASSES = 1.125
 # sizes are multiples of this, so that a few MB more or less of free memory do not change the plan
 TOKENS_MULTIPLE = 512
@@ -94,11 +94,6 @@ class MemoryDecision:
     """None without a GPU, as the model."""
     accumulates: bool = True
     """Whether some rank has several micro-batches in a step."""
-
-    @property
-    def transposed_weights(self) -> bool:
-        """Whether fp8 weights are kept transposed as well, instead of being transposed in every backward pass."""
-        return self.model is not None and self.model.transposed_weights
 
     @property
     def longest_pass_tokens(self) -> int:
@@ -259,26 +254,19 @@ def _fp8_setting(settings: PlanSettings) -> str:
 def spend_spare_memory(
     decision: MemoryDecision, settings: PlanSettings, tokens: TokenStatistics, device: Device | None, plan: TrainingPlan
 ) -> MemoryDecision:
-    """Use spare memory to save time.
+    """Keep all gathered weights of sharded full fine-tuning until the last backward pass of a step if memory is spare.
 
-    Keeps transposed copies of fp8 weights (one byte per weight), or all gathered weights of sharded full fine-tuning
-    until the last backward pass of a step. Memory is spare if the recompute level stays the same, micro-batches still
-    keep the GPU busy, and the smaller token budget makes the micro-batches of `plan` (laid out by `decision`) at most
-    `MORE_PASSES` times as many.
+    It is if the recompute level stays the same, micro-batches still keep the GPU busy, and the smaller token budget
+    makes the micro-batches of `plan` (laid out by `decision`) at most `MORE_PASSES` times as many.
     """
     model = decision.model
     if model is None or device is None:
         return decision
     layout = model.parallel_layout
-    can_keep_gathered = settings.method == "full" and layout.shards_weights and layout.reshard_after_forward
-    if model.transposable_bytes:
-        other = replace(model, transposed_weights=True)
-        gain = f"fp8 weights transposed once, {model.transposable_bytes / GIB:.1f} GiB"
-    elif can_keep_gathered and settings.sharding.reshard_after_forward == "auto":
-        other = replace(model, parallel_layout=replace(layout, reshard_after_forward=False))
-        gain = "gathered weights are kept within a step"
-    else:
+    gathers_twice = settings.method == "full" and layout.shards_weights and layout.reshard_after_forward
+    if not gathers_twice or settings.sharding.reshard_after_forward != "auto":
         return decision
+    other = replace(model, parallel_layout=replace(layout, reshard_after_forward=False))
 
     def num_micro_batches(plan: TrainingPlan) -> int:
         return sum(len(rank) for step in plan.sampled_steps(NUM_STEPS_SEEN) for rank in step.by_rank)
@@ -291,9 +279,7 @@ def spend_spare_memory(
         expert_ranks=plan.batch_layout.expert_ranks,
     )
     if fit_tokens >= enough_tokens and num_micro_batches(cut) <= MORE_PASSES * num_micro_batches(plan):
-        return replace(other_layout, reason=f"{other_layout.reason}; {gain}")
-    if model.transposable_bytes:
-        return replace(decision, reason=f"{decision.reason}; fp8 weights are transposed in every pass")
+        return replace(other_layout, reason=f"{other_layout.reason}; gathered weights are kept within a step")
     return decision
 
 

@@ -56,10 +56,9 @@ class MemoryModel:
     m = max(4, e) those of master weights, fat = `activation_elements` * e + 4 per head (attention's log-sum-exp) the
     bytes per token and layer, D the hidden size and L the number of layers:
 
-        weights      lora: e per parameter, or fp8 and nf4 for the blocks' linear layers (with `transposed_weights`
-                     one more byte for fused LoRA, with base.backward fp8 for all of these layers), without an untied
-                     embedding under offload; full: m, plus e for autocast's copies when e < m (full.weights bf16: 2
-                     and no copies)
+        weights      lora: e per parameter, or fp8 and nf4 for the blocks' linear layers (with base.backward fp8
+                     one more byte for all of these layers), without an untied embedding under offload; full: m, plus e
+                     for autocast's copies when e < m (full.weights bf16: 2 and no copies)
         adapter      m + e per adapter parameter; those of experts have a copy only from forward to backward pass
         gradients    as wide as the trained weights; with full.update backward, of one tensor only. In full fine-tuning
                      they replace activations, so in a step of one micro-batch only the larger of the two counts
@@ -70,8 +69,7 @@ class MemoryModel:
                      3 D s
         working      the larger of: the head's `HEAD_TILE_ROWS` of logits, which their gradient replaces, label rows and
                      their gradient, and 10 D per token around the last norm; and the backward pass of one layer: 0.38
-                     fat per token, the recomputed share of it, and one weight group unpacked (nf4) or transposed (fp8,
-                     unless kept transposed)
+                     fat per token, the recomputed share of it, and one weight group unpacked (nf4) or transposed (fp8)
 
     State that `parallel_layout` splits into n shards counts 1/n, or nothing if it is kept on the host
     (`sharding.offload`). Unsharded temporaries are added: gathered weights, of all layers or of those in flight, and of
@@ -90,7 +88,6 @@ class MemoryModel:
     precision: Precision
     compiled: bool
     parallel_layout: ParallelLayout = SINGLE_RANK
-    transposed_weights: bool = False
     corrections: Mapping[str, Correction] = field(default_factory=dict)
 
     @property
@@ -100,24 +97,6 @@ class MemoryModel:
         is_wide = is_full and self.settings.full.hidden_states == "fp32"
         trained = compute if is_full and self.settings.full.weights == "bf16" else max(4, compute)
         return Widths(compute, trained, compute if compute < trained else 0, trained if is_wide else compute)
-
-    @property
-    def transposable_bytes(self) -> int:
-        """Bytes of a second, transposed copy of all float8 weights in fused LoRA layers and experts; 0 without any.
-
-        See `flatout.models.lora.fused` for which layers are fused.
-        """
-        if not self._fuses_layers or self.settings.base.storage != "fp8":
-            return 0
-        experts = (matrix for layer in self.shape.layers for matrix in self._grouped(layer))
-        linears = (*self.shape.targeted(self.settings.lora).values(), *experts)
-        return sum(linear.num_experts * linear.num_weights for linear in linears)
-
-    @property
-    def _fuses_layers(self) -> bool:
-        """Whether LoRA layers that read the same input are fused."""
-        lora = self.settings.lora
-        return self.settings.method == "lora" and not (lora.dropout or lora.dora or self.parallel_layout.shards_state)
 
     @property
     def num_rows(self) -> int:
@@ -157,7 +136,6 @@ class MemoryModel:
         """Name what decides a pass's temporaries: a measured pass corrects only its own kind."""
         layout, how = self.parallel_layout, "compiled" if self.compiled else "eager"
         parts = [recompute, how, self.precision, layout.strategy, self.settings.batch.layout]
-        parts += ["transposed"] * self.transposed_weights
         parts += [f"experts/{layout.expert_ranks}"] * (layout.expert_ranks > 1)
         return " ".join([*parts, *[f"context/{layout.context_ranks}"] * (layout.context_ranks > 1)])
 
@@ -166,7 +144,8 @@ class MemoryModel:
         fitted = self.fitted_estimate(size, recompute, accumulates)
         measured = self.corrections.get(self.kind_of_pass(recompute), Correction())
         activations, working = measured.of(fitted.activations_bytes, fitted.working_bytes)
-        return replace(fitted, activations_bytes=activations, working_bytes=working)
+        beside = self.settings.reward_models_bytes
+        return replace(fitted, activations_bytes=activations, working_bytes=working, reward_models_bytes=beside)
 
     def fitted_estimate(self, size: MicroBatchSize, recompute: Recompute, accumulates: bool) -> MemoryEstimate:
         """Return `estimate` by the fitted constants alone, without what was measured on the device."""
@@ -299,8 +278,7 @@ class MemoryModel:
         units = [min(linear.num_in, linear.num_out) if linear.num_experts > 1 else linear.num_out for linear in linears]
         fp8 = num_linear + 4 * sum(linear.num_experts * count for linear, count in zip(linears, units, strict=True))
         stored = fp8 if storage == "fp8" else int(num_linear * NF4_BYTES)
-        transposed = self.transposable_bytes if self.transposed_weights else 0
-        return (num_base - num_linear) * self.widths.compute + stored + transposed
+        return (num_base - num_linear) * self.widths.compute + stored
 
     @property
     def _backward_copies_bytes(self) -> int:
@@ -375,19 +353,12 @@ class MemoryModel:
         queries = (size.num_tokens + 128 * size.num_documents) * shape.num_heads * shape.head_dim * 4
         # linear layers that read the same input are unpacked as one group
         groups: dict[tuple[str, int], int] = {}
-        transposed = shape.targeted(self.settings.lora) if self.transposed_weights else {}
-        # layers without adapters are unpacked whole
-        indices = self.settings.lora.layer_indices if transposed else None
-        layers = [(i, layer) for i, layer in enumerate(shape.layers) if indices is None or i not in indices]
-        index, widest = max(
-            layers or enumerate(shape.layers), key=lambda layer: sum(linear.num_weights for linear in layer[1].linears)
-        )
+        widest = max(shape.layers, key=lambda layer: sum(linear.num_weights for linear in layer.linears))
         for linear in widest.linears:
-            if f"{shape.layers_path}.{index}.{linear.name}" not in transposed:
-                key = (linear.name.partition(".")[0], linear.num_in)
-                groups[key] = groups.get(key, 0) + linear.num_weights
-        unpacked_experts = () if self.transposed_weights else map(self._grouped, shape.layers[-1:])
-        stacked = (matrix.num_experts * matrix.num_weights for experts in unpacked_experts for matrix in experts)
+            key = (linear.name.partition(".")[0], linear.num_in)
+            groups[key] = groups.get(key, 0) + linear.num_weights
+        experts = (matrix for layer in shape.layers[-1:] for matrix in self._grouped(layer))
+        stacked = (matrix.num_experts * matrix.num_weights for matrix in experts)
         largest = max([*groups.values(), *stacked], default=0)
         fp8 = largest if base.storage != "model" and base.computes_in_fp8 else 0
         unpacked = largest * element if base.storage == "nf4" else 0

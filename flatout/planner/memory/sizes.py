@@ -48,10 +48,13 @@ class MemoryEstimate:
     """The larger of the temporaries of the head and of one layer's backward pass."""
     in_turn: bool = False
     """Whether gradients are allocated as activations are freed, so that only the larger of the two counts."""
+    reward_models_bytes: int = 0
+    """Weights beside the model, which stay between rounds."""
 
     @property
     def state_bytes(self) -> int:
-        return self.weights_bytes + self.adapter_bytes + self.gradients_bytes + self.optimizer_bytes
+        trained = self.weights_bytes + self.adapter_bytes + self.gradients_bytes + self.optimizer_bytes
+        return trained + self.reward_models_bytes
 
     @property
     def total_bytes(self) -> int:

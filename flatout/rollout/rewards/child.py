@@ -89,7 +89,7 @@ def serve(fd: int) -> None:
         score = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
         os.write(score, b"1000")
         os.close(score)
-    rewards, own_pid = list[_Reward](), os.getpid()
+    rewards, own_pid = dict[str, _Reward](), os.getpid()
     # one loop for all calls: a client that a person's code keeps belongs to the loop in which it was made
     with asyncio.Runner() as runner, Connection(fd) as parent, suppress(EOFError):
         while True:
@@ -99,8 +99,8 @@ def serve(fd: int) -> None:
                 if "calls" in request:
                     reply: Any = rewards[request["reward"]].scores(request["calls"], runner)
                 else:
-                    rewards = [_loaded(given) for given in request["rewards"]]
-                    reply = [(reward.signature.form, reward.signature.is_async) for reward in rewards]
+                    rewards = {given["title"]: _loaded(given) for given in request["rewards"]}
+                    reply = {title: (one.signature.form, one.signature.is_async) for title, one in rewards.items()}
             except (FlatoutError, MemoryError) as error:
                 reply = str(error)  # a text ends this process: what fills its memory would fail other calls, too
             signal.setitimer(signal.ITIMER_REAL, 0)

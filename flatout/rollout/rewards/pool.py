@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from flatout.config.own_code import OwnCode
@@ -32,6 +33,7 @@ from flatout.io.no_gpu import VISIBLE
 from flatout.io.own_files import start_python
 from flatout.io.redact import printable
 from flatout.rollout.rewards.child import COMMAND, FILE_ENCODING
+from flatout.rollout.rewards.model import RewardModel
 from flatout.rollout.rewards.ready import READY_REWARDS
 
 # for a file that is imported; beyond a call's own limit, where the child itself ends the call at that
@@ -190,30 +192,33 @@ class Rewards:
         `num_procs` are the processes, None: one per core up to 16. Raises UsageError.
         """
         self._configs, self._log_file, self._log = configs, log_file, log
-        self.digests = dict[str, str]()
-        """The hash of each file of a function, and of the files beside it that it imports."""
-        described = [self._described(config) for config in configs]
+        self._models = {at: RewardModel(config) for at, config in enumerate(configs) if config.kind == "model"}
+        self.digests = {file: digest for model in self._models.values() for file, digest in model.digests.items()}
+        """The hash of each file of a function, of the files beside it that it imports, and of reward models."""
+        described = [self._described(config) for config in configs if config.kind != "model"]
         self._children = [_Child(described, log_file) for _ in range(usable_procs(num_procs))]
         # the last one that answered is asked first: further ones start only if there is work for them
         self._idle = queue.LifoQueue[_Child]()
-        self._forms: list[tuple[str, bool]] = []
-        """Of each function, and whether it is async."""
+        self._forms: dict[str, tuple[str, bool]] = {}
+        """Of each function by its title, and whether it is async."""
 
     def _described(self, config: RewardConfig) -> dict[str, Any]:
         """Return what a process is told of a function, whose file is read and hashed here."""
         described = config.model_dump(mode="json") | {"title": config.title}
-        if config.path is None:
+        if config.function is None:
             return described
-        code = OwnCode.read(config.path, "rollout.rewards", "reward")
+        code = OwnCode.read(config.function, "rollout.rewards", "reward")
         self.digests |= {str(code.path): code.digest, **imported_files(code)}
         path, content = f"{code.path.absolute()}:{code.name}", code.content.decode(FILE_ENCODING)
         return described | {"path": path, "content": content, "digest": code.digest}
 
     def __enter__(self) -> Self:
         for config in self._configs:
-            rule = READY_REWARDS[config.kind].__doc__ if config.kind else f"{config.path} runs as code, beside the run"
+            ready, what = READY_REWARDS.get(config.kind or ""), "runs as code, beside the run"
+            rule = ready.__doc__ if ready else f"{config.path} {what if config.function else 'gives its score'}"
             self._log(f"reward {config.title}, weight {config.weight:g}: {' '.join(str(rule).split())}")
-        self._forms = self._children[0].load()
+        if len(self._models) < len(self._configs):
+            self._forms = self._children[0].load()
         for child in reversed(self._children):
             self._idle.put(child)
         return self
@@ -224,6 +229,11 @@ class Rewards:
     def _end_all(self, wait_s: float = 0.0) -> None:
         for child in self._children:
             child.end(wait_s)
+
+    def load_models(self, device: torch.device) -> None:
+        """Load the reward models, which stay on the device. Raises like `load_trained`."""
+        for model in self._models.values():
+            model.load(device)
 
     def score(self, items: Sequence[Item], on_progress: Callable[[int], None] = lambda done: None) -> Scores:
         """Call all functions on all answers.
@@ -241,6 +251,9 @@ class Rewards:
 
             try:
                 num_waiting = submit([*self._requests(items)])
+                for reward, model in self._models.items():
+                    values = model.scores(items, lambda: on_progress(scores.num_done))
+                    scores.note(reward, (tuple(range(len(items))),), [values])
                 while num_waiting:
                     on_progress(scores.num_done)
                     if (log := self._log_file).exists() and log.stat().st_size > MAX_LOG_BYTES:
@@ -262,7 +275,10 @@ class Rewards:
     def _requests(self, items: Sequence[Item]) -> Iterator[_Request]:
         keys = [(item.prompt.origin, item.prompt.text) for item in items]
         groups = [tuple(group) for _, group in groupby(range(len(items)), keys.__getitem__)]
-        for reward, (form, is_async) in enumerate(self._forms):
+        for reward, config in enumerate(self._configs):
+            if reward in self._models:
+                continue
+            form, is_async = self._forms[config.title]
             calls = groups if form == "trl" else [(index,) for index in range(len(items))]
             size = CALLS_TOGETHER if is_async else 1
             yield from ((reward, tuple(calls[start : start + size])) for start in range(0, len(calls), size))
@@ -271,11 +287,11 @@ class Rewards:
         """Ask a process that is idle; return the request with its outcome, as `Scores.note` takes it."""
         reward, calls = request
         config = self._configs[reward]
-        bounds_itself = self._forms[reward][1] or config.kind == "code"
+        bounds_itself = self._forms[config.title][1] or config.kind == "code"
         sent = [[_sent(items[index]) for index in call] for call in calls]
         child = self._idle.get_nowait()
         try:
-            return request, child.ask({"reward": reward, "calls": sent}, config.seconds + GRACE_S * bounds_itself)
+            return request, child.ask({"reward": config.title, "calls": sent}, config.seconds + GRACE_S * bounds_itself)
         finally:
             self._idle.put(child)
 

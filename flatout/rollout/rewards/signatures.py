@@ -85,10 +85,11 @@ def values_of(result: Any, signature: Signature, num_answers: int) -> list[float
     if not isinstance(result, list | tuple) or len(result) != num_answers:
         got = f"{len(result):,} scores" if isinstance(result, list | tuple) else type(result).__name__
         return [f"it returned {got}; expected a list of {num_answers}"] * num_answers
-    return [_value(each) for each in result]
+    return [value_of(each) for each in result]
 
 
-def _value(result: Any) -> float | str | None:
+def value_of(result: Any) -> float | str | None:
+    """Return a score, or a text that says why it is none."""
     if result is None:
         return None
     expected = "expected a finite number or None"

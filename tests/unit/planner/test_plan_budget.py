@@ -20,7 +20,6 @@ from flatout.planner.memory.budget import (
     memory_model,
     spend_spare_memory,
 )
-from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.planner.parallel_layout import SINGLE_RANK, ParallelLayout
 from flatout.planner.settings import PlanSettings
 from flatout.trainer.model_shape import make_shape
@@ -187,7 +186,7 @@ LENGTHS = np.clip(np.exp(RNG.normal(6.0, 0.8, 32 * 60)), 32, 2048).astype(int)
 
 
 def decided(gib, *, parallel_layout=SINGLE_RANK, **sections):
-    """The decision before and after weights may be kept transposed, and the plan laid out by each."""
+    """The decision before and after memory that is spare is spent, and the plan laid out by each."""
     config = settings_of(**{"base": {"storage": "fp8"}, "batch": {"samples_per_step": 32}, **sections})
     device = Device("a GPU", int(gib * GIB))
     whole = make_plan(LENGTHS, LENGTHS // 2, config.batch, micro_batch_tokens=10**6, seed=0, num_ranks=1)
@@ -196,46 +195,6 @@ def decided(gib, *, parallel_layout=SINGLE_RANK, **sections):
     plan = whole.with_layout(before.micro_batch_tokens, whole.batch_layout.cost)
     after = spend_spare_memory(before, config, tokens, device, plan)
     return before, after, plan, plan.with_layout(after.micro_batch_tokens, whole.batch_layout.cost)
-
-
-@pytest.mark.parametrize("gib", [20, 28, 36, 44, 52, 60, 68, 79, 90, 100, 120, 139])
-def test_turned_weights_cost_no_level_and_few_micro_batches(gib):
-    before, after, plan, plan_after = decided(gib)
-    assert not before.transposed_weights
-    assert after.recompute == before.recompute
-    assert ("fp8 weights transposed once, 6.5 GiB" in after.reason) == after.transposed_weights
-    assert ("fp8 weights are transposed in every pass" in after.reason) != after.transposed_weights
-    if not after.transposed_weights:
-        assert (after.micro_batch_tokens, after.model) == (before.micro_batch_tokens, before.model)
-    passes, passes_after = (sum(len(step.by_rank[0]) for step in one.steps()) for one in (plan, plan_after))
-    assert passes_after <= 1.125 * passes
-    for step in plan_after.steps():
-        for batch in step.by_rank[0]:
-            size = MicroBatchSize(batch.num_tokens, batch.num_label_tokens, len(batch.sample_ids))
-            # documents count little: a typical micro-batch of the budget stands for all
-            assert after.estimate(size).total_bytes <= after.budget_bytes * 1.005
-
-
-def test_turned_weights_need_memory_that_is_left():
-    kept = {gib: decided(gib)[1].transposed_weights for gib in (139, 100, 52, 40)}
-    assert kept[139]
-    assert not kept[40]
-    # where the level just fits, the memory is the level's
-    assert not all(decided(gib)[1].transposed_weights for gib in range(60, 100, 4))
-    given = decided(139, batch={"samples_per_step": 32, "micro_batch_tokens": 4096})
-    assert given[1].transposed_weights
-    assert given[1].micro_batch_tokens == 4096
-
-
-def test_only_fused_float8_weights_are_kept_transposed():
-    for sections in ({"base": {"storage": "nf4"}}, {"base": {}}, {"lora": {"dropout": 0.1}}, {"lora": {"dora": True}}):
-        before, after, *_ = decided(139, **sections)
-        assert after is before
-    before, after, *_ = decided(139, parallel_layout=ParallelLayout("fsdp", 2, 1, reshard_after_forward=True))
-    assert after is before
-    assert decided(139, parallel_layout=ParallelLayout("ddp", 1, 2))[1].transposed_weights
-    on_cpu = choose_micro_batch(settings_of(base={"storage": "fp8"}), SHAPE, TOKENS, None)
-    assert spend_spare_memory(on_cpu, settings_of(base={"storage": "fp8"}), TOKENS, None, decided(139)[2]) is on_cpu
 
 
 def test_gathered_weights_stay_where_memory_is_left():

@@ -42,10 +42,10 @@ SIZE = MicroBatchSize(16384, 9000, 32)
 
 def estimate(
     *, shape=SHAPE, size=SIZE, recompute="none", precision="bf16", compiled=True, parallel_layout=SINGLE_RANK,
-    accumulates=True, transposed_weights=False, **sections,
+    accumulates=True, **sections,
 ):  # fmt: skip
     config = PlanSettings.of(make_config({"model": {"name": "m"}, "lora": {"rank": 16}} | sections))
-    model = MemoryModel(config, shape, precision, compiled, parallel_layout, transposed_weights)
+    model = MemoryModel(config, shape, precision, compiled, parallel_layout)
     return model.estimate(size, recompute, accumulates=accumulates)
 
 
@@ -100,7 +100,6 @@ MEASURED = [
     ("8b", {"size": LARGE, "base": {"storage": "nf4", "compute": "fp8"}}, 88.3),
     ("8b", {"size": MicroBatchSize(1960, 1178, 4), "base": {"storage": "nf4"}, "recompute": "full"}, 7.5),
     ("8b", {"size": SMALLER, "recompute": "full"}, 21.7),
-    ("8b", {"size": SMALLER, "recompute": "full", "base": {"storage": "fp8"}, "transposed_weights": True}, 22.0),
     ("8b", {"size": LARGE, "recompute": "offload"}, 18.4),
     ("8b", {"size": MicroBatchSize(131072, 78643, 1), "recompute": "full"}, 74.7),
     ("1.7b", {"size": LARGEST, "method": "full"}, 67.5),
@@ -266,32 +265,6 @@ def test_quantized_bases():
         estimate(base={"storage": name}, size=few_labels).working_bytes for name in ("model", "fp8", "nf4")
     )
     assert (eight - plain, four - plain) == (group, 2 * group)
-
-
-def test_float8_weights_kept_turned():
-    linears = 36 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288)
-    few_labels = MicroBatchSize(16384, 100, 32)
-
-    def both(**sections):
-        config = PlanSettings.of(make_config({"model": {"name": "m"}, "base": {"storage": "fp8"}, **sections}))
-        models = [
-            MemoryModel(config, SHAPE, "bf16", True, transposed_weights=transposed) for transposed in (False, True)
-        ]
-        return models[0].transposable_bytes, *(model.estimate(few_labels, "none") for model in models)
-
-    turnable, plain, transposed = both()
-    assert turnable == transposed.weights_bytes - plain.weights_bytes == linears
-    # nothing is transposed in scratch memory any more
-    assert plain.working_bytes - transposed.working_bytes == 2 * 4096 * 12288
-    assert transposed.activations_bytes == plain.activations_bytes
-    # weights without adapters are transposed in every pass, gate and up one by one but counted as one group
-    turnable, plain, transposed = both(lora={"targets": ["down_proj"]})
-    assert turnable == transposed.weights_bytes - plain.weights_bytes == 36 * 4096 * 12288
-    assert plain.working_bytes == transposed.working_bytes
-    for alone in ({"dropout": 0.1}, {"dora": True}):
-        assert both(lora=alone)[0] == 0
-    for storage in ("model", "nf4"):
-        assert both(base={"storage": storage})[0] == 0
 
 
 def test_the_head_holds_one_tile():

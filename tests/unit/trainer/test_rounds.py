@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from spawned_ranks import start_warm_ranks
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from warm_process import WarmProcess
 
 from flatout import load
@@ -434,3 +434,41 @@ def test_the_reference_of_every_round_is_the_model_at_step_0_also_after_a_resume
         shutil.rmtree(world.root / "kl-resumed" / name)
     assert kls("kl-resumed") == found
     assert load(world.root / "kl-resumed").log.start.resumed_step == 3
+
+
+def test_a_reward_model_scores_answers_as_plain_transformers_does(world, tiny, capsys):
+    """One of another tokenizer, beside a function; also held out, in the plan, and refused if it is none."""
+    from flatout.cli.main import main
+
+    pairs = world.root / "pairs.jsonl"
+    rows = [{"prompt": f"{QUESTIONS[n % 6]} {n}", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(8)]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    judge, base = world.root / "judge", ["device=cpu", "model.precision=fp32", "schedule.warmup_steps=0"]
+    trained = [f"model={tiny.model_dir}", f"data={pairs}", f"data.root={world.root}/judged", f"run_dir={judge}"]
+    assert main(["train", *trained, *base, "objective=reward", "optim.lr=0.01", "batch.max_steps=2"]) == 0
+    rewards = [{"kind": "model", "path": str(judge / "final")}, {"kind": "length", "max_tokens": 3, "weight": 0}]
+    config = world("judged", rollout={"rewards": rewards})
+    train(config)
+    log, final = load(config.folder).log, judge / "final"
+    assert set(log.held_out[0].metrics) == set(log.rounds[0].metrics) == {"reward/model", "reward/length"}
+    tokenizer = AutoTokenizer.from_pretrained(final)
+    model = AutoModelForSequenceClassification.from_pretrained(tiny.model_dir, config=AutoConfig.from_pretrained(final))
+    model.load_adapter(str(final))
+    store, asked = stores(config.folder)[0], (world.root / "prompts.jsonl").read_text().splitlines()
+    for index in range(store.num_samples):
+        ids, mask = store.sample(index).pair
+        answer = tokenizer.decode(ids[mask], skip_special_tokens=True)
+        chat = [{"role": "user", "content": json.loads(asked[store.rows[index] - 1])["prompt"]}]
+        chat.append({"role": "assistant", "content": answer})
+        read = tokenizer.apply_chat_template(chat, return_tensors="pt", return_dict=False)
+        assert store.extra["reward_model"][index] == pytest.approx(model.eval()(read).logits.item(), abs=1e-6)
+    assert len(set(store.extra["reward"])) > 6
+    capsys.readouterr()
+    assert main(["rollouts", str(config.folder), "--round", "1"]) == 0
+    assert "(model" in capsys.readouterr().out
+    (world.root / "judged.yaml").write_text(dump_config(config))
+    assert main(["plan", str(world.root / "judged.yaml"), "--device", "h200"]) == 0
+    assert "reward models" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="no reward model"):
+        train(world("refused", rollout={"rewards": [{"kind": "model", "path": str(tiny.model_dir)}]}))
+    assert not list((world.root / "refused").glob("rollouts/*"))
