@@ -79,17 +79,18 @@ class Callback:
 class Reporter:
     """Calls every callback with what the run reports, in their order; safe to use from several threads.
 
-    Passwords in addresses are removed before any callback gets the text. A reporter without callbacks, as on all ranks
-    but the first, does nothing. The phases are the stages of `start_up`.
+    Every callback gets a report, even if one of them raises; the first exception is then raised. Passwords in addresses
+    are removed before any callback gets the text. A reporter without callbacks, as on all ranks but the first, does
+    nothing. The phases are the stages of `start_up`.
     """
 
     def __init__(self, *callbacks: Callback, start_up: StartUpClock | None = None) -> None:
         self._callbacks = callbacks
         self._start_up = start_up or StartUpClock()
         self._lock = RLock()
-        self._posted: deque[tuple[str, Mapping[str, Any]]] = deque()
+        self._reports: deque[Callable[[Callback], None]] = deque()
         self._poster = ThreadPoolExecutor(1, "posted-events")
-        self._post_errors: list[BaseException] = []
+        self._errors: list[BaseException] = []
         # the callback that is called now, on which thread and since when
         self._calling: tuple[Callback, int, float] | None = None
 
@@ -146,10 +147,10 @@ class Reporter:
     def post(self, kind: str, facts: Mapping[str, Any]) -> None:
         """Report an event without waiting for callbacks; the next report comes after it, and raises what one raised."""
         if self._callbacks:
-            self._posted.append((kind, facts))
+            self._reports.append(lambda callback: callback.on_event(kind, redacted(facts)))
             # without a thread, the next report delivers it
             with suppress(RuntimeError):
-                self._poster.submit(self._deliver_posted)
+                self._poster.submit(self._deliver)
 
     def saved(self, step: int, folder: Path, facts: Mapping[str, Any]) -> None:
         """Report a complete checkpoint, also as an event with further `facts`."""
@@ -158,44 +159,33 @@ class Reporter:
             self._each(lambda callback: callback.on_save(step, folder))
 
     def end(self, end: RunEnd) -> None:
-        """Report the end to every callback, even if one of them raises; the first exception is raised."""
+        """Report the end."""
         with self._lock:
-            self._deliver_posted()
-            errors = self._post_errors
-            for callback in self._callbacks:
-                self._calling = callback, get_ident(), time.monotonic()
-                try:
-                    callback.on_end(end)
-                except OF_OWN_CODE as error:  # raised below, after the other callbacks have closed
-                    errors.append(error)
-            self._callbacks, self._calling = (), None
-        if errors:
-            raise errors[0]
+            try:
+                self._each(lambda callback: callback.on_end(end))
+            finally:
+                self._callbacks = ()
 
     def _each(self, call: Callable[[Callback], None]) -> None:
         with self._lock:
-            self._deliver_posted()
-            try:
-                for callback in self._callbacks:
-                    self._calling = callback, get_ident(), time.monotonic()
-                    call(callback)
-            finally:
-                self._calling = None
-            errors, self._post_errors = self._post_errors, []
+            self._reports.append(call)
+            self._deliver()
+            errors, self._errors = self._errors, []
         if errors:
             raise errors[0]
 
-    def _deliver_posted(self) -> None:
+    def _deliver(self) -> None:
         with self._lock:
-            while self._posted:
-                kind, facts = self._posted.popleft()
+            while self._reports:
+                call = self._reports.popleft()
                 for callback in self._callbacks:
                     self._calling = callback, get_ident(), time.monotonic()
                     try:
-                        callback.on_event(kind, redacted(facts))
-                    except OF_OWN_CODE as error:  # raised by the next report
-                        self._post_errors.append(error)
-                self._calling = None
+                        call(callback)
+                    except OF_OWN_CODE as error:  # raised once all callbacks have this report
+                        self._errors.append(error)
+                    finally:
+                        self._calling = None
 
 
 def deliver(callback: Callback, record: Record) -> None:

@@ -293,9 +293,16 @@ class HeldOutRecord:
     """The answers with the greatest and the least rewards."""
 
 
-Record = StepRecord | EvalRecord | AnswersRecord | RoundRecord | HeldOutRecord
-STEP, EVAL, EVAL_OF_DATA = figures_of(StepRecord), figures_of(EvalRecord), figures_of(EvalFigures)
-ROUND, HELD_OUT = figures_of(RoundRecord), figures_of(HeldOutRecord)
+MeasuredRecord = StepRecord | EvalRecord | RoundRecord | HeldOutRecord
+Record = MeasuredRecord | AnswersRecord
+# by the kind of a line of metrics.jsonl or answers.jsonl
+KINDS: Mapping[str, type[Record]] = {
+    "step": StepRecord, "eval": EvalRecord, "answers": AnswersRecord, "round": RoundRecord, "held_out": HeldOutRecord,
+}  # fmt: skip
+KIND_OF = {record_type: kind for kind, record_type in KINDS.items()}
+FIGURES = {one: figures_of(one) for one in (*KINDS.values(), EvalFigures)}
+STEP, EVAL, EVAL_OF_DATA = FIGURES[StepRecord], FIGURES[EvalRecord], FIGURES[EvalFigures]
+ROUND, HELD_OUT = FIGURES[RoundRecord], FIGURES[HeldOutRecord]
 # the parts of a step's time, in their order
 STEP_PARTS = {name: row for name, row in STEP.items() if row.chart == "Step time"}
 

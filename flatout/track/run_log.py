@@ -19,6 +19,7 @@ from flatout.io.file_lock import Holder, holder_of, last_holder_of
 from flatout.io.json_file import read_json
 from flatout.io.redact import cleaned
 from flatout.track.record import (
+    KINDS,
     Answer,
     AnswersRecord,
     EvalRecord,
@@ -31,13 +32,7 @@ from flatout.track.record import (
     WorstSample,
 )
 
-_RECORDS: Mapping[str, TypeAdapter[Any]] = {
-    "step": TypeAdapter(StepRecord),
-    "eval": TypeAdapter(EvalRecord),
-    "answers": TypeAdapter(AnswersRecord),
-    "round": TypeAdapter(RoundRecord),
-    "held_out": TypeAdapter(HeldOutRecord),
-}
+_RECORDS: Mapping[str, TypeAdapter[Any]] = {kind: TypeAdapter(record_type) for kind, record_type in KINDS.items()}
 
 
 @dataclass(frozen=True, slots=True)
