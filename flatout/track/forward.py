@@ -86,9 +86,11 @@ def read_cursor(folder: Path, name: str) -> Cursor:
         raise DataError(f"{path}: {error.errors()[0]['msg']}; remove it to send everything as a new run") from error
 
 
-def new_lines(folder: Path, cursor: Cursor) -> dict[str, LineFollower]:
-    """Return each file, from where `cursor` says that the tracker is."""
-    return {name: LineFollower(folder / name, cursor.sent_bytes.get(name, 0)) for name in FILES}
+def unsent(folder: Path, cursor: Cursor) -> Iterator[tuple[dict[str, Any], str, int]]:
+    """Yield each line that follows what `cursor` has, with the name of its file and the offset after it."""
+    for name in FILES:
+        file = LineFollower(folder / name, cursor.sent_bytes.get(name, 0))
+        yield from ((line, name, file.offset) for line in file.new_lines())
 
 
 def count_unsent(folder: Path, name: str) -> int:
@@ -97,8 +99,7 @@ def count_unsent(folder: Path, name: str) -> int:
         cursor = read_cursor(folder, name)
     except DataError:
         return 1
-    num_lines = sum(1 for file in new_lines(folder, cursor).values() for _ in file.new_lines())
-    return num_lines or int(cursor.ended_at is None)
+    return sum(1 for _ in unsent(folder, cursor)) or int(cursor.ended_at is None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,17 +206,15 @@ class Delivery(Thread):
         """Send what is new, and the end. Raises what the tracker's client raises."""
         if self._tracker is None:
             self._given = self._confirmed
-        files = new_lines(self._run.folder, self._given)
-        is_behind = any(file.path.exists() and file.path.stat().st_size > file.offset for file in files.values())
-        if end is not None and not is_behind and self._given.ended_at == end.ended_at:
+        lines = unsent(self._run.folder, self._given)
+        if end is not None and self._given.ended_at == end.ended_at and not any(lines):
             return
         tracker = self._tracker = self._tracker or self._open()
-        for name, file in files.items():
-            for count, line in enumerate(file.new_lines(), 1):
-                self._give(tracker, line, name, file.offset)
-                if count % RECORDS_PER_FLUSH == 0:
-                    self._flush(tracker)
-            self._flush(tracker)
+        for count, (line, name, offset) in enumerate(unsent(self._run.folder, self._given), 1):
+            self._give(tracker, line, name, offset)
+            if count % RECORDS_PER_FLUSH == 0:
+                self._flush(tracker)
+        self._flush(tracker)
         if end is not None:
             tracker.on_end(replace(end, why=self._run.clean(end.why)))
             self._given = replace(self._given, ended_at=end.ended_at)
