@@ -164,9 +164,9 @@ class Delivery(Thread):
     thread. `is_complete` says that the tracker has everything, `trouble` why not, `num_sent` counts records.
     """
 
-    def __init__(self, run: TrackedRun, name: str, *, retries: bool = True, log: Log = lambda text: None) -> None:
+    def __init__(self, run: TrackedRun, name: str, *, retries: bool = True) -> None:
         super().__init__(name=name, daemon=True)
-        self._run, self._retries, self._log = run, retries, log
+        self._run, self._retries = run, retries
         # what was given to the tracker, and what it has confirmed; the file of the latter may wait for a full disk
         self._given = self._confirmed = read_cursor(run.folder, name)
         self._tracker: Tracker | None = None
@@ -193,7 +193,7 @@ class Delivery(Thread):
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
             if trouble != self.trouble:
                 self.trouble = trouble
-                self._log(f"{self.name}: {details}")
+                to_stderr(f"{self.name}: {details}")  # the log of what sends
                 with suppress(ResourceError):  # a full disk is the trouble already
                     self._confirm(replace(self._confirmed, trouble=trouble))
             if trouble and not self._retries:
@@ -343,7 +343,7 @@ class TrackerProcess(Callback):
 
 def forward(run: TrackedRun, parent: int) -> bool:
     """Send until LINGER_S after the run's end or the end of its process `parent`; return whether all was sent."""
-    deliveries = [Delivery(run, name, log=to_stderr) for name in run.config.to]
+    deliveries = [Delivery(run, name) for name in run.config.to]
     for delivery in deliveries:
         delivery.start()
     until_s: float | None = None

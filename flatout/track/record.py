@@ -419,7 +419,11 @@ BAD_RESULTS = {"adapter_differs", "diverged"}
 
 
 def describe_event(kind: str, facts: Mapping[str, Any]) -> str:
-    """Return an event as a readable line; figures that only matter for a study of saves are left to events.jsonl."""
+    """Return an event, with or without `time` and `kind`, as a readable line.
+
+    Figures that only matter for a study of saves are left to events.jsonl.
+    """
+    facts = {name: value for name, value in facts.items() if name not in ("time", "kind")}
     if kind == START_UP:
         return describe_start(facts)
     if kind == "overlap":

@@ -99,6 +99,7 @@ def summarize(log: RunLog) -> RunSummary:
     rated_s = sum(map(seconds_of, rated))
     of_peak = [step.mfu * seconds_of(step) for step in rated if step.mfu is not None]
     events = Counter(str(event.get("kind")) for event in log.events)
+    evaluation = _summarize_losses({one.step: one.eval_loss for one in log.evals}, log.evals)
     return RunSummary(
         name=start.name if start else log.folder.name,
         outcome=end.outcome if end else None,
@@ -110,7 +111,7 @@ def summarize(log: RunLog) -> RunSummary:
         first_loss=steps[0].loss if steps else None,
         last_loss=steps[-1].loss if steps else None,
         last_metrics=steps[-1].metrics if steps else {},
-        evaluation=_summarize_losses({one.step: one.eval_loss for one in log.evals}, log.evals),
+        evaluation=evaluation,
         evaluation_by_data={
             name: summary
             for name in dict.fromkeys(name for one in log.evals for name in one.by_data)
@@ -125,7 +126,7 @@ def summarize(log: RunLog) -> RunSummary:
         peak_memory_bytes=max((step.peak_memory_bytes for step in steps), default=0),
         lost=lost_time(log),
         events={kind: count for kind, count in events.items() if kind not in ROUTINE_EVENTS},
-        warnings=tuple(_warnings(log)),
+        warnings=tuple(_warnings(log, evaluation)),
     )
 
 
@@ -246,10 +247,9 @@ def _describe_losses(one: EvalSummary) -> str:
     return f"{first} first, {last} last, {best}"
 
 
-def _warnings(log: RunLog) -> list[str]:
+def _warnings(log: RunLog, evaluation: EvalSummary | None) -> list[str]:
     warnings = []
     evals, num = log.evals, max(MIN_COMPARED, int(COMPARED_SHARE * len(log.steps)))
-    evaluation = _summarize_losses({one.step: one.eval_loss for one in evals}, evals)
     if evaluation and len(evals) > 1:
         if min(one.eval_loss for one in evals[1:]) >= evaluation.first:
             first = EVAL["eval_loss"].write(evaluation.first)
