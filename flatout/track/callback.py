@@ -17,16 +17,7 @@ from typing import Any
 from flatout.errors import OF_OWN_CODE
 from flatout.io import bounded_wait
 from flatout.io.redact import redacted
-from flatout.track.record import (
-    AnswersRecord,
-    EvalRecord,
-    HeldOutRecord,
-    Record,
-    RoundRecord,
-    RunEnd,
-    RunStart,
-    StepRecord,
-)
+from flatout.track.record import AnswersRecord, EvalRecord, Record, RewardsRecord, RunEnd, RunStart, StepRecord
 from flatout.track.start_up import EVENT as START_UP
 from flatout.track.start_up import StartUpClock
 
@@ -60,7 +51,7 @@ class Callback:
     def on_answers(self, record: AnswersRecord) -> None:
         """Answers to `eval.prompts`, after an evaluation."""
 
-    def on_round(self, record: RoundRecord | HeldOutRecord) -> None:
+    def on_round(self, record: RewardsRecord) -> None:
         """The rewards of a round's answers, before its steps, or of answers to held-out prompts."""
 
     def on_save(self, step: int, folder: Path) -> None:
@@ -194,7 +185,7 @@ def deliver(callback: Callback, record: Record) -> None:
         callback.on_step(record)
     elif isinstance(record, EvalRecord):
         callback.on_eval(record)
-    elif isinstance(record, RoundRecord | HeldOutRecord):
+    elif isinstance(record, RewardsRecord):
         callback.on_round(record)
     else:
         callback.on_answers(record)

@@ -293,13 +293,13 @@ class HeldOutRecord:
     """The answers with the greatest and the least rewards."""
 
 
-MeasuredRecord = StepRecord | EvalRecord | RoundRecord | HeldOutRecord
+RewardsRecord = RoundRecord | HeldOutRecord
+MeasuredRecord = StepRecord | EvalRecord | RewardsRecord
 Record = MeasuredRecord | AnswersRecord
 # by the kind of a line of metrics.jsonl or answers.jsonl
 KINDS: Mapping[str, type[Record]] = {
     "step": StepRecord, "eval": EvalRecord, "answers": AnswersRecord, "round": RoundRecord, "held_out": HeldOutRecord,
 }  # fmt: skip
-KIND_OF = {record_type: kind for kind, record_type in KINDS.items()}
 FIGURES = {one: figures_of(one) for one in (*KINDS.values(), EvalFigures)}
 STEP, EVAL, EVAL_OF_DATA = FIGURES[StepRecord], FIGURES[EvalRecord], FIGURES[EvalFigures]
 ROUND, HELD_OUT = FIGURES[RoundRecord], FIGURES[HeldOutRecord]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from os import SEEK_END
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
@@ -122,15 +122,24 @@ class RecordedPictures:
         return replace(one, pictures=tuple(copy for copy in copies if copy.startswith("data:")))
 
 
-@dataclass
-class RunLog:
-    """Everything that a run folder says so far."""
+@dataclass(kw_only=True)
+class SideFiles:
+    """What a run folder holds in one file each."""
 
-    folder: Path
     start: RunStart | None = None
     """None before the run's first step."""
     end: RunEnd | None = None
     """None while it runs or after a kill; a run that was started again has the older end until its first step."""
+    notes: RunNotes = field(default_factory=RunNotes)
+    problems: Mapping[str, str] = field(default_factory=dict)
+    """What is wrong with each of start.json, end.json and notes.json that could not be read."""
+
+
+@dataclass
+class RunLog(SideFiles):
+    """Everything that a run folder says so far."""
+
+    folder: Path
     steps: list[StepRecord] = field(default_factory=list)
     """Ascending; a repeated step replaced the older one. So are evaluations and answers."""
     evals: list[EvalRecord] = field(default_factory=list)
@@ -145,9 +154,6 @@ class RunLog:
     """Who holds the folder now."""
     last_holder: Holder | None = None
     """Who held it last."""
-    notes: RunNotes = field(default_factory=RunNotes)
-    problems: Mapping[str, str] = field(default_factory=dict)
-    """What is wrong with each of start.json, end.json and notes.json that could not be read."""
 
     @property
     def state(self) -> str:
@@ -204,8 +210,8 @@ class RunFollower:
             while (records := kinds[type(one)]) and records[-1].step >= one.step:
                 records.pop()
             records.append(one)
-        has_news = has_news or side != (log.start, log.end, log.notes, log.problems)
-        log.start, log.end, log.notes, log.problems = side
+        has_news = has_news or vars(log) | vars(side) != vars(log)
+        vars(log).update(vars(side))
         log.num_bad_lines = sum(file.num_bad for file in self._files) + self._num_unknown
         return has_news
 
@@ -240,15 +246,6 @@ def read_end(folder: Path) -> RunEnd | None:
     return _read(folder / "end.json", _END)
 
 
-class SideFiles(NamedTuple):
-    """What a run folder holds in one file each; `problems` by the name of a file that cannot be read."""
-
-    start: RunStart | None
-    end: RunEnd | None
-    notes: RunNotes
-    problems: Mapping[str, str]
-
-
 def read_side_files(folder: Path) -> SideFiles:
     """Read start.json, end.json and notes.json; before a note or tag is written, the tags are those of `track.tags`."""
     facts, problems = dict[str, Any](), dict[str, str]()
@@ -260,7 +257,8 @@ def read_side_files(folder: Path) -> SideFiles:
     start = facts.get("start.json")
     tags = start.settings.get("track.tags") if start else None
     given = RunNotes(tags=tuple(sorted(map(str, tags))) if isinstance(tags, list) else ())
-    return SideFiles(start, facts.get("end.json"), facts.get(NOTES_FILE) or given, problems)
+    notes = facts.get(NOTES_FILE) or given
+    return SideFiles(start=start, end=facts.get("end.json"), notes=notes, problems=problems)
 
 
 def write_notes(

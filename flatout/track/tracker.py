@@ -11,16 +11,7 @@ from typing import Any
 from flatout.config.track import TrackConfig
 from flatout.track.callback import Callback
 from flatout.track.figures import GIB, values_of
-from flatout.track.record import (
-    FIGURES,
-    KIND_OF,
-    AnswersRecord,
-    EvalRecord,
-    MeasuredRecord,
-    RunEnd,
-    RunStart,
-    StepRecord,
-)
+from flatout.track.record import FIGURES, KINDS, AnswersRecord, EvalRecord, MeasuredRecord, RunEnd, RunStart, StepRecord
 
 DEFAULT_PROJECT = "flatout"
 # figures that services have as the place of all others
@@ -86,7 +77,8 @@ def metrics(record: MeasuredRecord) -> dict[str, float]:
     Those of rounds are `round/reward` and such, and of held-out prompts `held_out/reward`.
     """
     names, by_data = (_EVAL_NAMES, record.by_data) if isinstance(record, EvalRecord) else ({}, {})
-    prefix = "train" if isinstance(record, StepRecord) else KIND_OF[type(record)]
+    kind = next(kind for kind, record_type in KINDS.items() if isinstance(record, record_type))
+    prefix = "train" if kind == "step" else kind
     figures = [(name, value) for name, _, value in values_of(record, FIGURES[type(record)]) if name not in _PLACES]
     sent = {f"{prefix}/{names.get(name, name)}": value for name, value in figures}
     for data, of_data in by_data.items():
