@@ -96,23 +96,20 @@ class Reporter:
             is_over.set()
 
     def _tell_slow(self, is_over: Event) -> None:
-        slow: tuple[Callback, int, float] | None = None
-        limit_s = bounded_wait.NOTICE_AFTER_S
+        slow, limit_s = self._calling, bounded_wait.NOTICE_AFTER_S
         while not is_over.wait(bounded_wait.POLL_S):
-            if (calling := self._calling) is None:
+            if (calling := self._calling) is not slow:
+                slow, limit_s = calling, bounded_wait.NOTICE_AFTER_S
+            if calling is None or time.monotonic() - calling[2] < limit_s:
                 continue
-            if calling is not slow:
-                limit_s = bounded_wait.NOTICE_AFTER_S
-            callback, thread, since_s = calling
-            if time.monotonic() - since_s >= limit_s:
-                slow, now_s = calling, limit_s
-                limit_s *= TOLD_AGAIN
-                stack = traceback.extract_stack(sys._current_frames().get(thread))
-                name = next((frame.name for frame in stack if frame.name.startswith("on_")), "a method")
-                at = f", now at {stack[-1].filename}:{stack[-1].lineno}" if stack else ""
-                bounded_wait.to_stderr(
-                    f"the run waits for {name} of callback {type(callback).__name__}, for {now_s:.0f} s so far{at}"
-                )
+            callback, thread, _ = calling
+            stack = traceback.extract_stack(sys._current_frames().get(thread))
+            name = next((frame.name for frame in stack if frame.name.startswith("on_")), "a method")
+            at = f", now at {stack[-1].filename}:{stack[-1].lineno}" if stack else ""
+            bounded_wait.to_stderr(
+                f"the run waits for {name} of callback {type(callback).__name__}, for {limit_s:.0f} s so far{at}"
+            )
+            limit_s *= TOLD_AGAIN
 
     def start(self, start: RunStart) -> None:
         self._each(lambda callback: callback.on_start(start))
