@@ -31,12 +31,12 @@ from flatout.errors import DataError, FlatoutError, ResourceError, reason_of
 from flatout.io.bounded_wait import to_stderr
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import locked
-from flatout.io.json_file import now_utc, read_json
+from flatout.io.json_file import now_utc
 from flatout.io.own_files import AppendFile, start_python
 from flatout.io.redact import printable, redacted, secrets_of
 from flatout.track.callback import Callback, deliver
 from flatout.track.record import RunEnd, RunStart, StepRecord
-from flatout.track.run_log import LineFollower, read_end, read_start, record_of
+from flatout.track.run_log import LineFollower, read_end, read_start, read_written, record_of
 from flatout.track.tracker import Tracker
 from flatout.track.trackers import TRACKERS
 
@@ -77,13 +77,10 @@ _CURSOR = TypeAdapter(Cursor)
 
 def read_cursor(folder: Path, name: str) -> Cursor:
     """Return how far a tracker is; a new run at the service without trackers/NAME.json. Raises DataError."""
-    path = folder / "trackers" / f"{name}.json"
-    if not path.exists():
-        return Cursor(secrets.token_hex(16))
-    try:
-        return _CURSOR.validate_python(read_json(path, DataError))
-    except ValidationError as error:
-        raise DataError(f"{path}: {error.errors()[0]['msg']}; remove it to send everything as a new run") from error
+    cursor = read_written(
+        folder / "trackers" / f"{name}.json", _CURSOR, repair="remove it to send everything as a new run"
+    )
+    return cursor or Cursor(secrets.token_hex(16))
 
 
 def unsent(folder: Path, cursor: Cursor) -> Iterator[tuple[dict[str, Any], str, int]]:

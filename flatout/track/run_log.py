@@ -238,12 +238,12 @@ def record_of(line: Mapping[str, Any]) -> Record | None:
 
 def read_start(folder: Path) -> RunStart | None:
     """Return what start.json says; None without the file. Raises DataError for a file that flatout did not write."""
-    return _read(folder / "start.json", _START)
+    return read_written(folder / "start.json", _START)
 
 
 def read_end(folder: Path) -> RunEnd | None:
     """Return what end.json says; None without the file. Raises DataError for a file that flatout did not write."""
-    return _read(folder / "end.json", _END)
+    return read_written(folder / "end.json", _END)
 
 
 def read_side_files(folder: Path) -> SideFiles:
@@ -251,7 +251,7 @@ def read_side_files(folder: Path) -> SideFiles:
     facts, problems = dict[str, Any](), dict[str, str]()
     for name, adapter in (("start.json", _START), ("end.json", _END), (NOTES_FILE, _NOTES)):
         try:
-            facts[name] = _read(folder / name, adapter)
+            facts[name] = read_written(folder / name, adapter)
         except DataError as error:
             problems[name] = str(error)
     start = facts.get("start.json")
@@ -292,17 +292,18 @@ def write_notes(
     return notes
 
 
-def _read(path: Path, adapter: TypeAdapter[Content]) -> Content | None:
+def read_written(path: Path, adapter: TypeAdapter[Content], repair: str = _REPAIR) -> Content | None:
+    """Return what a JSON file of flatout says; None without the file. Raises DataError, which ends in `repair`."""
     try:
         return adapter.validate_python(cleaned(read_json(path, DataError)))
     except DataError as error:
         # a run that starts again removes its end.json
         if path.exists():
-            raise DataError(f"{error.text}; {_REPAIR}") from error
+            raise DataError(f"{error.text}; {repair}") from error
         return None
     except ValidationError as error:
         wrong = error.errors()[0]
         where = ".".join(map(str, wrong["loc"])) or "the file"
         raise DataError(
-            f"{path}: {where}: {wrong['msg']}; this version of flatout did not write it; {_REPAIR}"
+            f"{path}: {where}: {wrong['msg']}; this version of flatout did not write it; {repair}"
         ) from error
