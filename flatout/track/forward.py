@@ -320,12 +320,11 @@ class TrackerProcess(Callback):
                 exit_code = self._process.wait(max(0.0, limit_s - NOTICE_AFTER_S))
             if exit_code == 0:
                 return
-        unsent = {name: count_unsent(self._folder, name) for name in self._names}
-        for name, number in unsent.items():
-            if number:
-                trouble = self._trouble_of(name)
-                self._log(f"{name}: {number:,} records not sent" + (f" ({trouble})" if trouble else ""))
-        if any(unsent.values()):
+        missing = {name: number for name in self._names if (number := count_unsent(self._folder, name))}
+        for name, number in missing.items():
+            trouble = self._trouble_of(name)
+            self._log(f"{name}: {number:,} records not sent" + (f" ({trouble})" if trouble else ""))
+        if missing:
             going_on = f"sending goes on for {self._linger}; then " if self._process.poll() is None else ""
             self._log(f"{going_on}`{self._again}` sends the rest")
 
