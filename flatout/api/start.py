@@ -6,10 +6,9 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from threading import Event, RLock, Thread
 from types import TracebackType
@@ -35,7 +34,7 @@ from flatout.io.stop_signals import SIGNAL_EXIT_CODE
 from flatout.launch.launch_mode import LaunchMode, Nodes, SpawnRanks, choose_launch_mode, visible_devices
 from flatout.launch.rendezvous import ClientRendezvous, HostRendezvous, Rendezvous
 from flatout.launch.supervise import Supervisor
-from flatout.track.callback import Callback, deliver
+from flatout.track.callback import Callback, Reporter
 from flatout.track.console import RankOutput
 from flatout.track.notebook import open_console
 from flatout.track.run_log import RunFollower, read_side_files
@@ -299,17 +298,18 @@ class _Following(Thread):
     def __init__(self, folder: Path, callbacks: Sequence[Callback]) -> None:
         super().__init__(daemon=True)
         self.error: BaseException | None = None
-        self._folder, self._callbacks, self._is_over = folder, callbacks, Event()
+        self._folder, self._is_over = folder, Event()
+        self._has_callbacks, self._reporter = bool(callbacks), Reporter(*callbacks)
         self._started_at, self._follower = time.time(), RunFollower(folder, from_end=True)
 
     def __enter__(self) -> Self:
-        if self._callbacks:
+        if self._has_callbacks:
             self.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         self._is_over.set()
-        if self._callbacks:
+        if self._has_callbacks:
             self.join()
 
     def run(self) -> None:
@@ -319,7 +319,7 @@ class _Following(Thread):
                 self._deliver()
             self._deliver()
             if (end := read_side_files(self._folder).end) is not None and end.ended_at >= self._started_at:
-                self._call(lambda callback: callback.on_end(end))
+                self._reporter.end(end)
         except OF_OWN_CODE as error:  # a user's callback may raise anything; train() raises it
             self.error = exit_refused(error) or error
             # the supervisor handles it: the ranks save and stop
@@ -330,18 +330,13 @@ class _Following(Thread):
         start = read_side_files(self._folder).start
         if start is not None and start.started_at > self._started_at:
             self._started_at = start.started_at
-            self._call(lambda callback: callback.on_start(start))
+            self._reporter.start(start)
         for one in self._follower.news():
             if not isinstance(one, Mapping):
-                self._call(partial(deliver, record=one))
+                self._reporter.record(one)
             elif "time" in one:
-                self._deliver_event(str(one["kind"]), {key: one[key] for key in one.keys() - {"time", "kind"}})
-
-    def _deliver_event(self, kind: str, facts: Mapping[str, Any]) -> None:
-        self._call(lambda callback: callback.on_event(kind, facts))
-        if kind == "saved":
-            self._call(lambda callback: callback.on_save(int(facts["step"]), Path(facts["path"])))
-
-    def _call(self, call: Callable[[Callback], None]) -> None:
-        for callback in self._callbacks:
-            call(callback)
+                facts = {name: one[name] for name in one.keys() - {"time", "kind"}}
+                if one["kind"] == "saved":
+                    self._reporter.saved(int(facts.pop("step")), Path(facts.pop("path")), facts)
+                else:
+                    self._reporter.event(str(one["kind"]), facts)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import cycle, pairwise
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import TextIO, cast
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -99,17 +99,13 @@ def _print_lines(follower: RunFollower) -> None:
                     deliver(console, record)
                     last_steps[type(record)] = record.step
             for event in log.events[num_events:]:
-                console.on_event(str(event.get("kind")), _facts(event))
+                console.on_event(str(event.get("kind")), event)
             num_events = len(log.events)
             console.on_phase("nothing new after step", max(last_steps.values(), default=0))
         for name, text in _state(log):
             # the summary says how a run ended
             if log.end is None or name == "held":
                 console.on_stage(name, text)
-
-
-def _facts(event: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in event.items() if name not in ("time", "kind")}
 
 
 def view(log: RunLog, width: int) -> RenderableType:
@@ -192,7 +188,7 @@ def _tail(log: RunLog) -> Iterator[tuple[str, RenderableType]]:
     """Yield the last events and the state of the run."""
     for event in log.events[-NUM_EVENTS:]:
         kind, clock = str(event.get("kind")), str(event.get("time"))[11:19]
-        yield "event", f"{clock} {kind}  {describe_event(kind, _facts(event))}"
+        yield "event", f"{clock} {kind}  {describe_event(kind, event)}"
     yield from _state(log)
 
 

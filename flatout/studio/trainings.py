@@ -224,9 +224,9 @@ class Trainings:
             row["state"] = self.state(folder)
             is_saved = (folder / "final").is_dir() or any((folder / "checkpoints").glob("step-*"))
             row["can_chat"] = row["state"] != "running" and is_saved
-            start, _, notes, problems = runs.read_side_files(folder)
-            row |= {"tags": notes.tags, "problem": "; ".join(problems.values())}
-            if start:
+            side = runs.read_side_files(folder)
+            row |= {"tags": side.notes.tags, "problem": "; ".join(side.problems.values())}
+            if start := side.start:
                 row |= {"model": start.model, "method": start.method, "data": start.data}
                 row["started_at"] = start.first_started_at
         return sorted(rows, key=lambda row: -row["started_at"])

@@ -17,16 +17,7 @@ from typing import Any
 from flatout.errors import OF_OWN_CODE
 from flatout.io import bounded_wait
 from flatout.io.redact import redacted
-from flatout.track.record import (
-    AnswersRecord,
-    EvalRecord,
-    HeldOutRecord,
-    Record,
-    RoundRecord,
-    RunEnd,
-    RunStart,
-    StepRecord,
-)
+from flatout.track.record import AnswersRecord, EvalRecord, Record, RewardsRecord, RunEnd, RunStart, StepRecord
 from flatout.track.start_up import EVENT as START_UP
 from flatout.track.start_up import StartUpClock
 
@@ -60,7 +51,7 @@ class Callback:
     def on_answers(self, record: AnswersRecord) -> None:
         """Answers to `eval.prompts`, after an evaluation."""
 
-    def on_round(self, record: RoundRecord | HeldOutRecord) -> None:
+    def on_round(self, record: RewardsRecord) -> None:
         """The rewards of a round's answers, before its steps, or of answers to held-out prompts."""
 
     def on_save(self, step: int, folder: Path) -> None:
@@ -79,17 +70,18 @@ class Callback:
 class Reporter:
     """Calls every callback with what the run reports, in their order; safe to use from several threads.
 
-    Passwords in addresses are removed before any callback gets the text. A reporter without callbacks, as on all ranks
-    but the first, does nothing. The phases are the stages of `start_up`.
+    Every callback gets a report, even if one of them raises; the first exception is then raised. Passwords in addresses
+    are removed before any callback gets the text. A reporter without callbacks, as on all ranks but the first, does
+    nothing. The phases are the stages of `start_up`.
     """
 
     def __init__(self, *callbacks: Callback, start_up: StartUpClock | None = None) -> None:
         self._callbacks = callbacks
         self._start_up = start_up or StartUpClock()
         self._lock = RLock()
-        self._posted: deque[tuple[str, Mapping[str, Any]]] = deque()
+        self._reports: deque[Callable[[Callback], None]] = deque()
         self._poster = ThreadPoolExecutor(1, "posted-events")
-        self._post_errors: list[BaseException] = []
+        self._errors: list[BaseException] = []
         # the callback that is called now, on which thread and since when
         self._calling: tuple[Callback, int, float] | None = None
 
@@ -104,23 +96,20 @@ class Reporter:
             is_over.set()
 
     def _tell_slow(self, is_over: Event) -> None:
-        slow: tuple[Callback, int, float] | None = None
-        limit_s = bounded_wait.NOTICE_AFTER_S
+        slow, limit_s = self._calling, bounded_wait.NOTICE_AFTER_S
         while not is_over.wait(bounded_wait.POLL_S):
-            if (calling := self._calling) is None:
+            if (calling := self._calling) is not slow:
+                slow, limit_s = calling, bounded_wait.NOTICE_AFTER_S
+            if calling is None or time.monotonic() - calling[2] < limit_s:
                 continue
-            if calling is not slow:
-                limit_s = bounded_wait.NOTICE_AFTER_S
-            callback, thread, since_s = calling
-            if time.monotonic() - since_s >= limit_s:
-                slow, now_s = calling, limit_s
-                limit_s *= TOLD_AGAIN
-                stack = traceback.extract_stack(sys._current_frames().get(thread))
-                name = next((frame.name for frame in stack if frame.name.startswith("on_")), "a method")
-                at = f", now at {stack[-1].filename}:{stack[-1].lineno}" if stack else ""
-                bounded_wait.to_stderr(
-                    f"the run waits for {name} of callback {type(callback).__name__}, for {now_s:.0f} s so far{at}"
-                )
+            callback, thread, _ = calling
+            stack = traceback.extract_stack(sys._current_frames().get(thread))
+            name = next((frame.name for frame in stack if frame.name.startswith("on_")), "a method")
+            at = f", now at {stack[-1].filename}:{stack[-1].lineno}" if stack else ""
+            bounded_wait.to_stderr(
+                f"the run waits for {name} of callback {type(callback).__name__}, for {limit_s:.0f} s so far{at}"
+            )
+            limit_s *= TOLD_AGAIN
 
     def start(self, start: RunStart) -> None:
         self._each(lambda callback: callback.on_start(start))
@@ -146,10 +135,10 @@ class Reporter:
     def post(self, kind: str, facts: Mapping[str, Any]) -> None:
         """Report an event without waiting for callbacks; the next report comes after it, and raises what one raised."""
         if self._callbacks:
-            self._posted.append((kind, facts))
+            self._reports.append(lambda callback: callback.on_event(kind, redacted(facts)))
             # without a thread, the next report delivers it
             with suppress(RuntimeError):
-                self._poster.submit(self._deliver_posted)
+                self._poster.submit(self._deliver)
 
     def saved(self, step: int, folder: Path, facts: Mapping[str, Any]) -> None:
         """Report a complete checkpoint, also as an event with further `facts`."""
@@ -158,44 +147,33 @@ class Reporter:
             self._each(lambda callback: callback.on_save(step, folder))
 
     def end(self, end: RunEnd) -> None:
-        """Report the end to every callback, even if one of them raises; the first exception is raised."""
+        """Report the end."""
         with self._lock:
-            self._deliver_posted()
-            errors = self._post_errors
-            for callback in self._callbacks:
-                self._calling = callback, get_ident(), time.monotonic()
-                try:
-                    callback.on_end(end)
-                except OF_OWN_CODE as error:  # raised below, after the other callbacks have closed
-                    errors.append(error)
-            self._callbacks, self._calling = (), None
-        if errors:
-            raise errors[0]
+            try:
+                self._each(lambda callback: callback.on_end(end))
+            finally:
+                self._callbacks = ()
 
     def _each(self, call: Callable[[Callback], None]) -> None:
         with self._lock:
-            self._deliver_posted()
-            try:
-                for callback in self._callbacks:
-                    self._calling = callback, get_ident(), time.monotonic()
-                    call(callback)
-            finally:
-                self._calling = None
-            errors, self._post_errors = self._post_errors, []
+            self._reports.append(call)
+            self._deliver()
+            errors, self._errors = self._errors, []
         if errors:
             raise errors[0]
 
-    def _deliver_posted(self) -> None:
+    def _deliver(self) -> None:
         with self._lock:
-            while self._posted:
-                kind, facts = self._posted.popleft()
+            while self._reports:
+                call = self._reports.popleft()
                 for callback in self._callbacks:
                     self._calling = callback, get_ident(), time.monotonic()
                     try:
-                        callback.on_event(kind, redacted(facts))
-                    except OF_OWN_CODE as error:  # raised by the next report
-                        self._post_errors.append(error)
-                self._calling = None
+                        call(callback)
+                    except OF_OWN_CODE as error:  # raised once all callbacks have this report
+                        self._errors.append(error)
+                    finally:
+                        self._calling = None
 
 
 def deliver(callback: Callback, record: Record) -> None:
@@ -204,7 +182,7 @@ def deliver(callback: Callback, record: Record) -> None:
         callback.on_step(record)
     elif isinstance(record, EvalRecord):
         callback.on_eval(record)
-    elif isinstance(record, RoundRecord | HeldOutRecord):
+    elif isinstance(record, RewardsRecord):
         callback.on_round(record)
     else:
         callback.on_answers(record)

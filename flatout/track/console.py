@@ -21,16 +21,7 @@ from rich.text import Text
 from flatout.io.redact import printable
 from flatout.track.callback import Callback
 from flatout.track.figures import console_figures, short_time
-from flatout.track.record import (
-    STEP,
-    EvalRecord,
-    HeldOutRecord,
-    RoundRecord,
-    RunEnd,
-    StepRecord,
-    describe_event,
-    describe_record,
-)
+from flatout.track.record import STEP, EvalRecord, RewardsRecord, RunEnd, StepRecord, describe_event, describe_record
 from flatout.track.run_log import LineFollower, record_of
 from flatout.track.summary import WIDTH
 from flatout.track.tolerant_stream import TolerantStream
@@ -120,7 +111,7 @@ class ConsoleCallback(Callback):
     def on_eval(self, record: EvalRecord) -> None:
         self.on_stage(*describe_record(record))
 
-    def on_round(self, record: RoundRecord | HeldOutRecord) -> None:
+    def on_round(self, record: RewardsRecord) -> None:
         self.on_stage(*describe_record(record))
 
     def on_event(self, kind: str, facts: Mapping[str, Any]) -> None:

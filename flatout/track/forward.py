@@ -31,12 +31,12 @@ from flatout.errors import DataError, FlatoutError, ResourceError, reason_of
 from flatout.io.bounded_wait import to_stderr
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import locked
-from flatout.io.json_file import now_utc, read_json
+from flatout.io.json_file import now_utc
 from flatout.io.own_files import AppendFile, start_python
 from flatout.io.redact import printable, redacted, secrets_of
 from flatout.track.callback import Callback, deliver
 from flatout.track.record import RunEnd, RunStart, StepRecord
-from flatout.track.run_log import LineFollower, read_end, read_start, record_of
+from flatout.track.run_log import LineFollower, read_end, read_start, read_written, record_of
 from flatout.track.tracker import Tracker
 from flatout.track.trackers import TRACKERS
 
@@ -77,18 +77,17 @@ _CURSOR = TypeAdapter(Cursor)
 
 def read_cursor(folder: Path, name: str) -> Cursor:
     """Return how far a tracker is; a new run at the service without trackers/NAME.json. Raises DataError."""
-    path = folder / "trackers" / f"{name}.json"
-    if not path.exists():
-        return Cursor(secrets.token_hex(16))
-    try:
-        return _CURSOR.validate_python(read_json(path, DataError))
-    except ValidationError as error:
-        raise DataError(f"{path}: {error.errors()[0]['msg']}; remove it to send everything as a new run") from error
+    cursor = read_written(
+        folder / "trackers" / f"{name}.json", _CURSOR, repair="remove it to send everything as a new run"
+    )
+    return cursor or Cursor(secrets.token_hex(16))
 
 
-def new_lines(folder: Path, cursor: Cursor) -> dict[str, LineFollower]:
-    """Return each file, from where `cursor` says that the tracker is."""
-    return {name: LineFollower(folder / name, cursor.sent_bytes.get(name, 0)) for name in FILES}
+def unsent(folder: Path, cursor: Cursor) -> Iterator[tuple[dict[str, Any], str, int]]:
+    """Yield each line that follows what `cursor` has, with the name of its file and the offset after it."""
+    for name in FILES:
+        file = LineFollower(folder / name, cursor.sent_bytes.get(name, 0))
+        yield from ((line, name, file.offset) for line in file.new_lines())
 
 
 def count_unsent(folder: Path, name: str) -> int:
@@ -97,8 +96,7 @@ def count_unsent(folder: Path, name: str) -> int:
         cursor = read_cursor(folder, name)
     except DataError:
         return 1
-    num_lines = sum(1 for file in new_lines(folder, cursor).values() for _ in file.new_lines())
-    return num_lines or int(cursor.ended_at is None)
+    return sum(1 for _ in unsent(folder, cursor)) or int(cursor.ended_at is None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +161,9 @@ class Delivery(Thread):
     thread. `is_complete` says that the tracker has everything, `trouble` why not, `num_sent` counts records.
     """
 
-    def __init__(self, run: TrackedRun, name: str, *, retries: bool = True, log: Log = lambda text: None) -> None:
+    def __init__(self, run: TrackedRun, name: str, *, retries: bool = True) -> None:
         super().__init__(name=name, daemon=True)
-        self._run, self._retries, self._log = run, retries, log
+        self._run, self._retries = run, retries
         # what was given to the tracker, and what it has confirmed; the file of the latter may wait for a full disk
         self._given = self._confirmed = read_cursor(run.folder, name)
         self._tracker: Tracker | None = None
@@ -192,7 +190,7 @@ class Delivery(Thread):
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
             if trouble != self.trouble:
                 self.trouble = trouble
-                self._log(f"{self.name}: {details}")
+                to_stderr(f"{self.name}: {details}")  # the log of what sends
                 with suppress(ResourceError):  # a full disk is the trouble already
                     self._confirm(replace(self._confirmed, trouble=trouble))
             if trouble and not self._retries:
@@ -205,17 +203,15 @@ class Delivery(Thread):
         """Send what is new, and the end. Raises what the tracker's client raises."""
         if self._tracker is None:
             self._given = self._confirmed
-        files = new_lines(self._run.folder, self._given)
-        is_behind = any(file.path.exists() and file.path.stat().st_size > file.offset for file in files.values())
-        if end is not None and not is_behind and self._given.ended_at == end.ended_at:
+        lines = unsent(self._run.folder, self._given)
+        if end is not None and self._given.ended_at == end.ended_at and not any(lines):
             return
         tracker = self._tracker = self._tracker or self._open()
-        for name, file in files.items():
-            for count, line in enumerate(file.new_lines(), 1):
-                self._give(tracker, line, name, file.offset)
-                if count % RECORDS_PER_FLUSH == 0:
-                    self._flush(tracker)
-            self._flush(tracker)
+        for count, (line, name, offset) in enumerate(unsent(self._run.folder, self._given), 1):
+            self._give(tracker, line, name, offset)
+            if count % RECORDS_PER_FLUSH == 0:
+                self._flush(tracker)
+        self._flush(tracker)
         if end is not None:
             tracker.on_end(replace(end, why=self._run.clean(end.why)))
             self._given = replace(self._given, ended_at=end.ended_at)
@@ -324,12 +320,11 @@ class TrackerProcess(Callback):
                 exit_code = self._process.wait(max(0.0, limit_s - NOTICE_AFTER_S))
             if exit_code == 0:
                 return
-        unsent = {name: count_unsent(self._folder, name) for name in self._names}
-        for name, number in unsent.items():
-            if number:
-                trouble = self._trouble_of(name)
-                self._log(f"{name}: {number:,} records not sent" + (f" ({trouble})" if trouble else ""))
-        if any(unsent.values()):
+        missing = {name: number for name in self._names if (number := count_unsent(self._folder, name))}
+        for name, number in missing.items():
+            trouble = self._trouble_of(name)
+            self._log(f"{name}: {number:,} records not sent" + (f" ({trouble})" if trouble else ""))
+        if missing:
             going_on = f"sending goes on for {self._linger}; then " if self._process.poll() is None else ""
             self._log(f"{going_on}`{self._again}` sends the rest")
 
@@ -344,7 +339,7 @@ class TrackerProcess(Callback):
 
 def forward(run: TrackedRun, parent: int) -> bool:
     """Send until LINGER_S after the run's end or the end of its process `parent`; return whether all was sent."""
-    deliveries = [Delivery(run, name, log=to_stderr) for name in run.config.to]
+    deliveries = [Delivery(run, name) for name in run.config.to]
     for delivery in deliveries:
         delivery.start()
     until_s: float | None = None

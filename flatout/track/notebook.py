@@ -41,8 +41,8 @@ class NotebookConsole(ConsoleCallback):
         self.is_terminal = True
         self._start: list[str] = []
         self._later: list[str] = []
-        self._rows: dict[int, tuple[StepRecord | None, EvalRecord | None]] = {}
-        self._last_row = 0
+        self._steps: dict[int, StepRecord] = {}
+        self._evals: dict[int, EvalRecord] = {}
         self._output: Any = None
         self._drawn = ""
 
@@ -50,36 +50,29 @@ class NotebookConsole(ConsoleCallback):
         if line.startswith(f"{'eval':<{INDENT - 1}} step "):  # of rank 0 of several: the table has it
             return
         with self._lock:
-            (self._later if self._rows else self._start).append(printable(line))
+            (self._later if self._steps or self._evals else self._start).append(printable(line))
             self.tick()
 
     def on_step(self, record: StepRecord) -> None:
         with self._lock:
             # the newest step is shown until the next one, and stays if it is due
-            if self._last_row and self._last_row in self._rows:
-                before = self._rows[self._last_row]
-                kept = [step for step in self._rows if step < self._last_row]
-                is_due = self._last_row - max(kept, default=-record.num_steps) >= record.num_steps / PLAIN_LINES
-                if before[1] is None and not is_due:
-                    del self._rows[self._last_row]
-            self._rows[record.step] = (record, None)
-            self._last_row, self._record, self._recorded_s = record.step, record, self._clock()
-            self._phase_began_s = self._recorded_s
-            self.on_phase("step", record.step + 1)
-            self.tick()
+            if (last := self._record) is not None and last.step not in self._evals:
+                kept = [step for step in (*self._steps, *self._evals) if step < last.step]
+                if last.step - max(kept, default=-record.num_steps) < record.num_steps / PLAIN_LINES:
+                    del self._steps[last.step]
+            self._steps[record.step] = record
+            self._evals.pop(record.step, None)
+            super().on_step(record)
 
     def on_eval(self, record: EvalRecord) -> None:
         with self._lock:
-            self._rows[record.step] = (self._rows.get(record.step, (None, None))[0], record)
+            self._evals[record.step] = record
             self.tick()
 
     def on_end(self, end: RunEnd) -> None:
-        with self._lock:
-            self._phase = ""
-            self.tick()
+        self._close_live()
 
-    def close(self) -> None:
-        self._closing.set()
+    def _close_live(self) -> None:
         with self._lock:
             self._phase = ""
             self.tick()
@@ -96,6 +89,8 @@ class NotebookConsole(ConsoleCallback):
                 self._output = display(HTML(html), display_id=True)
             else:
                 self._output.update(HTML(html))
+
+    _refresh = tick
 
     def _html(self) -> str:
         record, parts = self._record, []
@@ -114,11 +109,13 @@ class NotebookConsole(ConsoleCallback):
         return head + folded + self._table() + later
 
     def _table(self) -> str:
-        if not self._rows:
+        steps = sorted({*self._steps, *self._evals})
+        if not steps:
             return ""
         cells = "".join(f"<th>{name}</th>" for name in _HEAD)
         lines = []
-        for step, (record, evaluation) in sorted(self._rows.items()):
+        for step in steps:
+            record, evaluation = self._steps.get(step), self._evals.get(step)
             of_step = ("loss", "tokens_per_s", "eta_s")
             loss, *others = (STEP[name].write(getattr(record, name)) if record else "" for name in of_step)
             best = " (best)" if evaluation and evaluation.is_best else ""

@@ -293,9 +293,16 @@ class HeldOutRecord:
     """The answers with the greatest and the least rewards."""
 
 
-Record = StepRecord | EvalRecord | AnswersRecord | RoundRecord | HeldOutRecord
-STEP, EVAL, EVAL_OF_DATA = figures_of(StepRecord), figures_of(EvalRecord), figures_of(EvalFigures)
-ROUND, HELD_OUT = figures_of(RoundRecord), figures_of(HeldOutRecord)
+RewardsRecord = RoundRecord | HeldOutRecord
+MeasuredRecord = StepRecord | EvalRecord | RewardsRecord
+Record = MeasuredRecord | AnswersRecord
+# by the kind of a line of metrics.jsonl or answers.jsonl
+KINDS: Mapping[str, type[Record]] = {
+    "step": StepRecord, "eval": EvalRecord, "answers": AnswersRecord, "round": RoundRecord, "held_out": HeldOutRecord,
+}  # fmt: skip
+FIGURES = {one: figures_of(one) for one in (*KINDS.values(), EvalFigures)}
+STEP, EVAL, EVAL_OF_DATA = FIGURES[StepRecord], FIGURES[EvalRecord], FIGURES[EvalFigures]
+ROUND, HELD_OUT = FIGURES[RoundRecord], FIGURES[HeldOutRecord]
 # the parts of a step's time, in their order
 STEP_PARTS = {name: row for name, row in STEP.items() if row.chart == "Step time"}
 
@@ -412,7 +419,11 @@ BAD_RESULTS = {"adapter_differs", "diverged"}
 
 
 def describe_event(kind: str, facts: Mapping[str, Any]) -> str:
-    """Return an event as a readable line; figures that only matter for a study of saves are left to events.jsonl."""
+    """Return an event, with or without `time` and `kind`, as a readable line.
+
+    Figures that only matter for a study of saves are left to events.jsonl.
+    """
+    facts = {name: value for name, value in facts.items() if name not in ("time", "kind")}
     if kind == START_UP:
         return describe_start(facts)
     if kind == "overlap":

@@ -18,18 +18,7 @@ from flatout.errors import DataError, FlatoutError, ResourceError
 from flatout.io.durable_io import DurableIO, remove_unfinished
 from flatout.io.own_files import AppendFile
 from flatout.track.callback import Callback
-from flatout.track.record import (
-    AnswersRecord,
-    EvalRecord,
-    HeldOutRecord,
-    Record,
-    RoundRecord,
-    RunEnd,
-    RunStart,
-    StepRecord,
-    describe_event,
-    describe_record,
-)
+from flatout.track.record import AnswersRecord, Record, RunEnd, RunStart, describe_event, describe_record
 from flatout.track.run_log import PICTURES_FILE, RecordedPictures, read_end
 
 
@@ -66,17 +55,16 @@ class RunFolderWriter(Callback):
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._write(self._train_log, f"{now} {name:<10} {text}")
 
-    def on_step(self, record: StepRecord) -> None:
-        self._record(self._metrics, record)
+    def on_step(self, record: Record) -> None:
+        self._keep()
+        (kind, text), content = describe_record(record), asdict(record)
+        for one in (*content.get("worst", ()), *content.get("answers", ())):
+            one["pictures"] = [self._named(copy) for copy in one["pictures"]]
+        file = self._answers if isinstance(record, AnswersRecord) else self._metrics
+        self._write(file, json.dumps({"kind": kind, **content}, allow_nan=False))
+        self.on_stage(kind, text)
 
-    def on_eval(self, record: EvalRecord) -> None:
-        self._record(self._metrics, record)
-
-    def on_round(self, record: RoundRecord | HeldOutRecord) -> None:
-        self._record(self._metrics, record)
-
-    def on_answers(self, record: AnswersRecord) -> None:
-        self._record(self._answers, record)
+    on_eval = on_round = on_answers = on_step
 
     def on_event(self, kind: str, facts: Mapping[str, Any]) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
@@ -104,14 +92,6 @@ class RunFolderWriter(Callback):
         with self._end_lock:
             if self._has_started and not self._has_ended:
                 self._write_json("end.json", asdict(end))
-
-    def _record(self, file: AppendFile, record: Record) -> None:
-        self._keep()
-        (kind, text), content = describe_record(record), asdict(record)
-        for one in (*content.get("worst", ()), *content.get("answers", ())):
-            one["pictures"] = [self._named(copy) for copy in one["pictures"]]
-        self._write(file, json.dumps({"kind": kind, **content}, allow_nan=False))
-        self.on_stage(kind, text)
 
     def _keep(self) -> None:
         """Call `keep_folder`, whose error stops all writes; mark a folder that was deleted as this run's again."""

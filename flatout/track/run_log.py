@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from os import SEEK_END
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
@@ -19,6 +19,7 @@ from flatout.io.file_lock import Holder, holder_of, last_holder_of
 from flatout.io.json_file import read_json
 from flatout.io.redact import cleaned
 from flatout.track.record import (
+    KINDS,
     Answer,
     AnswersRecord,
     EvalRecord,
@@ -31,13 +32,7 @@ from flatout.track.record import (
     WorstSample,
 )
 
-_RECORDS: Mapping[str, TypeAdapter[Any]] = {
-    "step": TypeAdapter(StepRecord),
-    "eval": TypeAdapter(EvalRecord),
-    "answers": TypeAdapter(AnswersRecord),
-    "round": TypeAdapter(RoundRecord),
-    "held_out": TypeAdapter(HeldOutRecord),
-}
+_RECORDS: Mapping[str, TypeAdapter[Any]] = {kind: TypeAdapter(record_type) for kind, record_type in KINDS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +122,24 @@ class RecordedPictures:
         return replace(one, pictures=tuple(copy for copy in copies if copy.startswith("data:")))
 
 
-@dataclass
-class RunLog:
-    """Everything that a run folder says so far."""
+@dataclass(kw_only=True)
+class SideFiles:
+    """What a run folder holds in one file each."""
 
-    folder: Path
     start: RunStart | None = None
     """None before the run's first step."""
     end: RunEnd | None = None
     """None while it runs or after a kill; a run that was started again has the older end until its first step."""
+    notes: RunNotes = field(default_factory=RunNotes)
+    problems: Mapping[str, str] = field(default_factory=dict)
+    """What is wrong with each of start.json, end.json and notes.json that could not be read."""
+
+
+@dataclass
+class RunLog(SideFiles):
+    """Everything that a run folder says so far."""
+
+    folder: Path
     steps: list[StepRecord] = field(default_factory=list)
     """Ascending; a repeated step replaced the older one. So are evaluations and answers."""
     evals: list[EvalRecord] = field(default_factory=list)
@@ -150,9 +154,6 @@ class RunLog:
     """Who holds the folder now."""
     last_holder: Holder | None = None
     """Who held it last."""
-    notes: RunNotes = field(default_factory=RunNotes)
-    problems: Mapping[str, str] = field(default_factory=dict)
-    """What is wrong with each of start.json, end.json and notes.json that could not be read."""
 
     @property
     def state(self) -> str:
@@ -209,8 +210,8 @@ class RunFollower:
             while (records := kinds[type(one)]) and records[-1].step >= one.step:
                 records.pop()
             records.append(one)
-        has_news = has_news or side != (log.start, log.end, log.notes, log.problems)
-        log.start, log.end, log.notes, log.problems = side
+        has_news = has_news or vars(log) | vars(side) != vars(log)
+        vars(log).update(vars(side))
         log.num_bad_lines = sum(file.num_bad for file in self._files) + self._num_unknown
         return has_news
 
@@ -237,21 +238,12 @@ def record_of(line: Mapping[str, Any]) -> Record | None:
 
 def read_start(folder: Path) -> RunStart | None:
     """Return what start.json says; None without the file. Raises DataError for a file that flatout did not write."""
-    return _read(folder / "start.json", _START)
+    return read_written(folder / "start.json", _START)
 
 
 def read_end(folder: Path) -> RunEnd | None:
     """Return what end.json says; None without the file. Raises DataError for a file that flatout did not write."""
-    return _read(folder / "end.json", _END)
-
-
-class SideFiles(NamedTuple):
-    """What a run folder holds in one file each; `problems` by the name of a file that cannot be read."""
-
-    start: RunStart | None
-    end: RunEnd | None
-    notes: RunNotes
-    problems: Mapping[str, str]
+    return read_written(folder / "end.json", _END)
 
 
 def read_side_files(folder: Path) -> SideFiles:
@@ -259,13 +251,14 @@ def read_side_files(folder: Path) -> SideFiles:
     facts, problems = dict[str, Any](), dict[str, str]()
     for name, adapter in (("start.json", _START), ("end.json", _END), (NOTES_FILE, _NOTES)):
         try:
-            facts[name] = _read(folder / name, adapter)
+            facts[name] = read_written(folder / name, adapter)
         except DataError as error:
             problems[name] = str(error)
     start = facts.get("start.json")
     tags = start.settings.get("track.tags") if start else None
     given = RunNotes(tags=tuple(sorted(map(str, tags))) if isinstance(tags, list) else ())
-    return SideFiles(start, facts.get("end.json"), facts.get(NOTES_FILE) or given, problems)
+    notes = facts.get(NOTES_FILE) or given
+    return SideFiles(start=start, end=facts.get("end.json"), notes=notes, problems=problems)
 
 
 def write_notes(
@@ -299,17 +292,18 @@ def write_notes(
     return notes
 
 
-def _read(path: Path, adapter: TypeAdapter[Content]) -> Content | None:
+def read_written(path: Path, adapter: TypeAdapter[Content], repair: str = _REPAIR) -> Content | None:
+    """Return what a JSON file of flatout says; None without the file. Raises DataError, which ends in `repair`."""
     try:
         return adapter.validate_python(cleaned(read_json(path, DataError)))
     except DataError as error:
         # a run that starts again removes its end.json
         if path.exists():
-            raise DataError(f"{error.text}; {_REPAIR}") from error
+            raise DataError(f"{error.text}; {repair}") from error
         return None
     except ValidationError as error:
         wrong = error.errors()[0]
         where = ".".join(map(str, wrong["loc"])) or "the file"
         raise DataError(
-            f"{path}: {where}: {wrong['msg']}; this version of flatout did not write it; {_REPAIR}"
+            f"{path}: {where}: {wrong['msg']}; this version of flatout did not write it; {repair}"
         ) from error

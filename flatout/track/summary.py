@@ -5,8 +5,9 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Literal
 
 from flatout.config.folders import SETTINGS_FILES
@@ -98,6 +99,7 @@ def summarize(log: RunLog) -> RunSummary:
     rated_s = sum(map(seconds_of, rated))
     of_peak = [step.mfu * seconds_of(step) for step in rated if step.mfu is not None]
     events = Counter(str(event.get("kind")) for event in log.events)
+    evaluation = _summarize_losses({one.step: one.eval_loss for one in log.evals}, log.evals)
     return RunSummary(
         name=start.name if start else log.folder.name,
         outcome=end.outcome if end else None,
@@ -105,11 +107,11 @@ def summarize(log: RunLog) -> RunSummary:
         why=end.why if end else None,
         num_steps=steps[-1].step if steps else 0,
         num_planned_steps=steps[-1].num_steps if steps else start.plan.num_steps if start else 0,
-        saved_step=int(max((_number(one, "step") for one in log.events if one.get("kind") == "saved"), default=0)),
+        saved_step=int(max(_numbers(log, "saved", "step"), default=0)),
         first_loss=steps[0].loss if steps else None,
         last_loss=steps[-1].loss if steps else None,
         last_metrics=steps[-1].metrics if steps else {},
-        evaluation=_summarize_losses({one.step: one.eval_loss for one in log.evals}, log.evals),
+        evaluation=evaluation,
         evaluation_by_data={
             name: summary
             for name in dict.fromkeys(name for one in log.evals for name in one.by_data)
@@ -124,7 +126,7 @@ def summarize(log: RunLog) -> RunSummary:
         peak_memory_bytes=max((step.peak_memory_bytes for step in steps), default=0),
         lost=lost_time(log),
         events={kind: count for kind, count in events.items() if kind not in ROUTINE_EVENTS},
-        warnings=tuple(_warnings(log)),
+        warnings=tuple(_warnings(log, evaluation)),
     )
 
 
@@ -135,39 +137,39 @@ def seconds_of(record: StepRecord) -> float:
 
 def after_warm_up(log: RunLog) -> list[StepRecord]:
     """Return the records without a warm-up step, which follow step 0 and each resume; all records if none is left."""
-    starts = [0, *(_number(event, "step") for event in log.events if event.get("kind") == "resumed")]
-    kept = []
-    for record in log.steps:
+    starts = [0, *_numbers(log, "resumed", "step")]
+
+    def is_warm(record: StepRecord) -> bool:
         first = record.step - record.num_recorded + 1
-        if not any(first <= start + WARM_UP_STEPS and record.step > start for start in starts):
-            kept.append(record)
-    return kept or log.steps
+        return not any(first <= start + WARM_UP_STEPS and record.step > start for start in starts)
+
+    return list(filter(is_warm, log.steps)) or log.steps
 
 
 def lost_time(log: RunLog) -> LostTime:
     """Add up the seconds of a run that trained nothing."""
-    padding_s = imbalance_s = data_wait_s = checkpoint_s = compile_s = 0.0
-    for step in log.steps:
-        num, processed = step.num_recorded, step.processed_tokens_per_s
-        if processed:
-            padding_s += max(0.0, 1 - step.tokens_per_s / processed) * (step.forward_s + step.backward_s) * num
-        if step.rank_busy_s:
-            imbalance_s += (max(step.rank_busy_s) - sum(step.rank_busy_s) / len(step.rank_busy_s)) * num
-        data_wait_s += step.data_wait_s * num
-        checkpoint_s += step.checkpoint_wait_s * num
-    for event in log.events:
-        if event.get("kind") == "saved":
-            checkpoint_s += _number(event, "staged_s")
-        elif event.get("kind") == "compiled":
-            compile_s += _number(event, "seconds")
-    eval_s = sum(one.eval_s for one in log.evals)
-    return LostTime(padding_s, imbalance_s, data_wait_s, compile_s, checkpoint_s, eval_s)
+
+    def total(seconds: Callable[[StepRecord], float]) -> float:
+        return sum(seconds(step) * step.num_recorded for step in log.steps)
+
+    def padding_s(step: StepRecord) -> float:
+        share = 1 - step.tokens_per_s / step.processed_tokens_per_s if step.processed_tokens_per_s else 0.0
+        return max(0.0, share) * (step.forward_s + step.backward_s)
+
+    return LostTime(
+        padding_s=total(padding_s),
+        imbalance_s=total(lambda step: max(step.rank_busy_s) - fmean(step.rank_busy_s) if step.rank_busy_s else 0.0),
+        data_wait_s=total(lambda step: step.data_wait_s),
+        compile_s=sum(_numbers(log, "compiled", "seconds")),
+        checkpoint_s=total(lambda step: step.checkpoint_wait_s) + sum(_numbers(log, "saved", "staged_s")),
+        eval_s=sum(one.eval_s for one in log.evals),
+    )
 
 
-def _number(event: Mapping[str, object], name: str) -> float:
-    """Return a number of an event; 0 where a damaged or foreign line has none."""
-    value = event.get(name)
-    return float(value) if isinstance(value, int | float) else 0.0
+def _numbers(log: RunLog, kind: str, name: str) -> list[float]:
+    """Return a number of each event of a kind; a damaged or foreign line has none."""
+    values = [event.get(name) for event in log.events if event.get("kind") == kind]
+    return [float(value) for value in values if isinstance(value, int | float)]
 
 
 def next_commands(log: RunLog) -> list[str]:
@@ -245,10 +247,9 @@ def _describe_losses(one: EvalSummary) -> str:
     return f"{first} first, {last} last, {best}"
 
 
-def _warnings(log: RunLog) -> list[str]:
+def _warnings(log: RunLog, evaluation: EvalSummary | None) -> list[str]:
     warnings = []
     evals, num = log.evals, max(MIN_COMPARED, int(COMPARED_SHARE * len(log.steps)))
-    evaluation = _summarize_losses({one.step: one.eval_loss for one in evals}, evals)
     if evaluation and len(evals) > 1:
         if min(one.eval_loss for one in evals[1:]) >= evaluation.first:
             first = EVAL["eval_loss"].write(evaluation.first)

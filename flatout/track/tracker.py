@@ -11,27 +11,13 @@ from typing import Any
 from flatout.config.track import TrackConfig
 from flatout.track.callback import Callback
 from flatout.track.figures import GIB, values_of
-from flatout.track.record import (
-    EVAL,
-    EVAL_OF_DATA,
-    HELD_OUT,
-    ROUND,
-    STEP,
-    AnswersRecord,
-    EvalRecord,
-    HeldOutRecord,
-    RoundRecord,
-    RunEnd,
-    RunStart,
-    StepRecord,
-)
+from flatout.track.record import FIGURES, KINDS, AnswersRecord, EvalRecord, MeasuredRecord, RunEnd, RunStart, StepRecord
 
 DEFAULT_PROJECT = "flatout"
 # figures that services have as the place of all others
 _PLACES = ("step", "num_steps")
-_PREFIXES = {StepRecord: ("train", STEP), RoundRecord: ("round", ROUND), HeldOutRecord: ("held_out", HELD_OUT)}
 # an evaluation's figures are sent without the prefix that tells them from a step's
-_EVAL_NAMES = {name: name.removeprefix("eval_") for name in EVAL} | {"eval_s": "time_s"}
+_EVAL_NAMES = {name: name.removeprefix("eval_") for name in FIGURES[EvalRecord]} | {"eval_s": "time_s"}
 
 
 class Tracker(Callback):
@@ -57,12 +43,11 @@ class Tracker(Callback):
         self.time = self.first_started_at + record.elapsed_s
         self.on_eval(record)
 
-    def on_eval(self, record: StepRecord | EvalRecord) -> None:
+    def on_eval(self, record: MeasuredRecord) -> None:
         self.send(metrics(record), record.step)
         self.last_step = record.step
 
-    def on_round(self, record: RoundRecord | HeldOutRecord) -> None:
-        self.send(metrics(record), record.step)
+    on_round = on_eval
 
     def send(self, values: Mapping[str, float], step: int) -> None:
         """Send one record's metrics; `time` is the Unix time of its step, without pauses between restarts."""
@@ -86,19 +71,18 @@ def parameters(start: RunStart) -> dict[str, bool | int | float | str]:
     return {name: one if isinstance(one, bool | int | float | str) else json.dumps(one) for name, one in values.items()}
 
 
-def metrics(record: StepRecord | EvalRecord | RoundRecord | HeldOutRecord) -> dict[str, float]:
+def metrics(record: MeasuredRecord) -> dict[str, float]:
     """Return all figures of a record that are numbers: `train/loss`, `eval/loss` and, by data set, `eval/NAME/loss`.
 
     Those of rounds are `round/reward` and such, and of held-out prompts `held_out/reward`.
     """
-    for kind, (prefix, table) in _PREFIXES.items():
-        if isinstance(record, kind):
-            return {f"{prefix}/{name}": value for name, _, value in values_of(record, table) if name not in _PLACES}
-    assert isinstance(record, EvalRecord)
-    sent = {f"eval/{_EVAL_NAMES.get(name, name)}": value for name, _, value in values_of(record, EVAL)}
-    del sent["eval/step"]
-    for data, figures in record.by_data.items():
-        sent |= {f"eval/{data}/{name}": value for name, _, value in values_of(figures, EVAL_OF_DATA)}
+    names, by_data = (_EVAL_NAMES, record.by_data) if isinstance(record, EvalRecord) else ({}, {})
+    kind = next(kind for kind, record_type in KINDS.items() if isinstance(record, record_type))
+    prefix = "train" if kind == "step" else kind
+    figures = [(name, value) for name, _, value in values_of(record, FIGURES[type(record)]) if name not in _PLACES]
+    sent = {f"{prefix}/{names.get(name, name)}": value for name, value in figures}
+    for data, of_data in by_data.items():
+        sent |= {f"eval/{data}/{name}": value for name, _, value in values_of(of_data, FIGURES[type(of_data)])}
     return sent
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -22,6 +22,8 @@ _DARKEST_WAIT = 0.25
 _DARKEST_LOAD = 8.0
 # an expert with this many times the mean load has the darkest color; one with the mean load is half as dark
 _DARKEST_EXPERT = 2.0
+# what lines are drawn over, and what the title of a chart of several runs says of it
+_KINDS = {"steps": "", "evals": ", evaluation", "rounds": ""}
 # what a chart says behind its unit of how the ranks' values combine
 _OVER_RANKS = {"max": ", highest of all ranks", "mean": ", mean of all ranks"}
 
@@ -47,10 +49,7 @@ def curves(logs: Mapping[str, RunLog]) -> list[Chart]:
     titles = list(_titles(logs.values()))
     if len(runs) > 1:
         return [chart for title, row in titles for chart in _beside(title, row, runs)]
-    lines = [
-        (title, row, [*_step_lines(runs[0], title), *_eval_lines(runs[0], title), *_round_lines(runs[0], title)])
-        for title, row in titles
-    ]
+    lines = [(title, row, [one for kind in _KINDS for one in _lines(runs[0], title, kind)]) for title, row in titles]
     charts = [_line_chart(title, row, of_title, runs[0]) for title, row, of_title in lines if of_title]
     return [*charts, *_balance(runs[0]), *_step_time(runs[0]), *_waiting(runs[0]), *_experts(runs[0])]
 
@@ -71,47 +70,33 @@ def _titles(logs: Iterable[RunLog]) -> Iterator[tuple[str, Figure]]:
     yield from firsts.items()
 
 
-def _step_lines(run: _Run, title: str) -> list[Line]:
-    """Return the lines of a chart over steps."""
-    steps = run.log.steps
-    rows = _rows(STEP, title, steps)
-    lines = [Line(row.label, run.axes, _values(steps, name, row), row.is_smooth) for name, row in rows.items()]
-    return [line for line in lines if np.isfinite(line.ys).any()]
-
-
-def _eval_lines(run: _Run, title: str) -> list[Line]:
-    """Return the lines of a chart over evaluations, those of each data set last."""
-    evals = run.log.evals
-    values = [("evaluation", _values(evals, name, row)) for name, row in _rows(EVAL, title, evals).items()]
-    for name, row in _rows(EVAL_OF_DATA, title).items():
-        for data in dict.fromkeys(data for one in evals for data in one.by_data):
-            values.append((data, _values([one.by_data.get(data) for one in evals], name, row)))
-    axes = run.axes_at([one.step for one in evals])
-    lines = [Line(name, axes, ys, has_dots=True) for name, ys in values]
-    return [line for line in lines if np.isfinite(line.ys).any()]
-
-
-def _round_lines(run: _Run, title: str) -> list[Line]:
-    """Return the lines of a chart over rounds of rollouts, and over held-out prompts."""
+def _lines(run: _Run, title: str, kind: str) -> list[Line]:
+    """Return the lines of a chart over steps, evals or rounds; an evaluation's of each data set come last."""
+    log, kinds = run.log, list[tuple[Table, Sequence[Any], Sequence[Any], str]]()
+    if kind == "steps":
+        kinds = [(STEP, log.steps, log.steps, title)]
+    elif kind == "evals":
+        kinds = [(EVAL, log.evals, log.evals, "evaluation")]
+        for data in dict.fromkeys(data for one in log.evals for data in one.by_data):
+            kinds.append((EVAL_OF_DATA, [one.by_data.get(data) for one in log.evals], log.evals, data))
+    else:
+        kinds = [(ROUND, log.rounds, log.rounds, "round"), (HELD_OUT, log.held_out, log.held_out, "held out")]
     lines = []
-    kinds: tuple[tuple[Table, Sequence[Any], str], ...] = (
-        (ROUND, run.log.rounds, "round"), (HELD_OUT, run.log.held_out, "held out"),
-    )  # fmt: skip
-    for table, records, label in kinds:
-        for name, row in _rows(table, title, records).items():
-            axes, values = run.axes_at([record.step for record in records]), _values(records, name, row)
-            lines.append(Line(label if row.label == title else row.label, axes, values, has_dots=True))
+    for table, records, places, label in kinds:
+        axes = run.axes_at([one.step for one in places])
+        for name, row in _rows(table, title, places if table is not EVAL_OF_DATA else ()).items():
+            of_row = label if row.label == title or table is EVAL_OF_DATA else row.label
+            lines.append(Line(of_row, axes, _values(records, name, row), row.is_smooth, has_dots=kind != "steps"))
     return [line for line in lines if np.isfinite(line.ys).any()]
 
 
 def _beside(title: str, row: Figure, runs: Sequence[_Run]) -> Iterator[Chart]:
     """Yield the charts of several runs, of steps and of evaluations; the first line of each stands for its run."""
-    of_evals = f"{title}, evaluation"
-    for shown, lines_of in ((title, _step_lines), (of_evals, _eval_lines), (title, _round_lines)):
-        firsts = [(run.name, line) for run in runs for line in lines_of(run, title)[:1]]
-        lines = [Line(name, line.axes, line.ys, line.is_smooth, line.has_dots) for name, line in firsts]
-        if lines:
-            yield _line_chart(shown, row, lines, max(runs, key=lambda run: len(run.log.steps)))
+    for kind, shown in _KINDS.items():
+        firsts = [(run.name, line) for run in runs for line in _lines(run, title, kind)[:1]]
+        if firsts:
+            lines = [replace(line, name=name) for name, line in firsts]
+            yield _line_chart(title + shown, row, lines, max(runs, key=lambda run: len(run.log.steps)))
 
 
 def _rows(table: Table, title: str, records: Sequence[Any] = ()) -> dict[str, Figure]:

@@ -125,5 +125,5 @@ class _Event:
 
 def _event(event: Mapping[str, Any]) -> _Event:
     kind = str(event.get("kind"))
-    facts = describe_event(kind, {name: fact for name, fact in event.items() if name not in ("time", "kind")})
-    return _Event(str(event.get("time", ""))[:19].replace("T", " "), kind, facts, kind in ROUTINE_EVENTS)
+    time = str(event.get("time", ""))[:19].replace("T", " ")
+    return _Event(time, kind, describe_event(kind, event), kind in ROUTINE_EVENTS)

@@ -10,7 +10,6 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.utils import validation
 
-from flatout.config.track import TrackConfig
 from flatout.environment import environment, set_environment
 from flatout.track.record import AnswersRecord, RunEnd, RunStart
 from flatout.track.tracker import DEFAULT_PROJECT, Tracker, answers_text, end_facts, parameters
@@ -25,15 +24,10 @@ RUN_ID_TAG = "flatout.run_id"
 class MlflowTracker(Tracker):
     """Sends in batches. A metric's time comes from its record, so the store drops what it already has."""
 
-    def __init__(self, run_id: str, folder: Path, config: TrackConfig) -> None:
-        super().__init__(run_id, folder, config)
-        set_environment({name: value for name, value in HTTP_DEFAULTS.items() if name not in environment()})
-        self._client = MlflowClient()
-        self._run_id = ""
-        self._metrics: list[Metric] = []
-
     def on_start(self, start: RunStart) -> None:
         super().on_start(start)
+        set_environment({name: value for name, value in HTTP_DEFAULTS.items() if name not in environment()})
+        self._client, self._metrics = MlflowClient(), list[Metric]()
         run = self._find_or_create(start.name)
         self._run_id = run.info.run_id
         # a parameter cannot change: what a resumed run changes gets a name of its own

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -12,7 +11,6 @@ from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from flatout.config.track import TrackConfig
 from flatout.track.record import AnswersRecord, RunEnd, RunStart
 from flatout.track.tracker import Tracker, answers_text, end_facts, parameters
 
@@ -22,13 +20,9 @@ class TensorBoardTracker(Tracker):
 
     replaces_steps = True
 
-    def __init__(self, run_id: str, folder: Path, config: TrackConfig) -> None:
-        super().__init__(run_id, folder, config)
-        self._writer = EventFileWriter(str(folder / "tensorboard"))
-        self._is_new = True
-
     def on_start(self, start: RunStart) -> None:
         super().on_start(start)
+        self._writer, self._is_new = EventFileWriter(str(self.folder / "tensorboard")), True
         self._add(0, summary=hparams_pb(parameters(start), trial_id=self.run_id))
         self._add(0, summary=text_pb("model", f"```\n{start.model_text}\n```"))
         if self.config.tags:
