@@ -226,10 +226,9 @@ class BuildReport:
             ends["duplicates"] = "; data.dedupe=exact leaves out rows that repeat an earlier one"
         for fate in LOSING:
             tokens, labels = counts[f"{fate}_tokens"], counts[f"{fate}_labels"]
-            ends[fate] = (
-                f"; lost: {tokens:,} tokens ({tokens / max(counts['tokens'], 1):.1%} of all) "
-                f"and {labels:,} label tokens ({labels / max(counts['label_tokens'], 1):.1%} of all)"
-            )
+            ends[fate] = f"; lost: {tokens:,} tokens ({tokens / max(counts['tokens'], 1):.1%} of all)"
+            if counts["label_tokens"]:  # prompts have none
+                ends[fate] += f" and {labels:,} label tokens ({labels / counts['label_tokens']:.1%} of all)"
         few_repeat = counts["repeated_prompt"] <= _MAX_TYPED * (counts["documents"] + counts["conversations"])
         for name, how in COUNTS.items():
             note = (are_units and how.note_of_units) or how.note

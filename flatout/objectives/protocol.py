@@ -150,7 +150,7 @@ class Objective(Section):
 
     @property
     def line(self) -> str:
-        fields = ", ".join(f"{name} {value}" for name, value in self.model_dump(mode="json").items())
+        fields = ", ".join(f"{name} {value}" for name, value in self.model_dump(mode="json", exclude_none=True).items())
         names = {"labels": "label token", "samples": "sample", "units": "unit", ANSWERS: "answer"}
         per = names.get(self.normalizer, self.normalizer)
         return f"{self.name}{f' ({fields})' if fields else ''}, per {per}"
