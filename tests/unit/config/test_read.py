@@ -102,6 +102,20 @@ def test_what_mends_a_file_is_accepted_with_it(tmp_path, text, fix):
     load_config(path, words)
 
 
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("num_generations", "group"),
+        ("max_completion_length", "max_new_tokens"),
+        ("max_prompt_length", "max_prompt_tokens"),
+    ],
+)
+def test_names_of_grpo_elsewhere_lead_to_settings_of_rounds(tmp_path, name, setting):
+    rounds = MINIMAL + "objective: grpo\nrollout: {rounds: 2, rewards: [number], %s: 16}\n"
+    assert f"did you mean rollout.{setting}?" in str(refusal_of(tmp_path, rounds % name))
+    load_config(write(tmp_path, rounds % setting))
+
+
 def test_every_number_refuses_nonsense(tmp_path):
     """Each numeric setting x {negative, NaN, text} is refused with its own dotted name."""
     defaults = make_config({"model": {"name": "m"}})
