@@ -1,7 +1,7 @@
 """Steps of a policy on answers that are there: tokens a second of GRPO with LoRA of rank 16 on one GPU.
 
-    python benchmarks/policy_steps.py [--shapes qwen3-0.6b qwen3-4b] [--steps 6] [--rows long groups ...]
-    python benchmarks/policy_steps.py --shapes tiny --steps 2 --rows groups device=cpu compile=off   # on a CPU
+    python benchmarks/policy_steps.py [--rows long groups ...] [--shapes qwen3-0.6b qwen3-4b] [--steps 6]
+    python benchmarks/policy_steps.py --rows groups --shapes tiny --steps 2 device=cpu compile=off   # on a CPU
 
 Weights, tokens, log-probabilities and advantages are random (`format: rollouts`). Each row is one JSON line of a fresh
 process: tokens a second of all steps behind the first WARMUP, and the peak of allocated memory. Rows:
@@ -31,6 +31,8 @@ from flatout.config.read import make_config
 
 WARMUP = 3
 LONG = 16_384
+# rows of rollouts may have ids of the tokenizer only, which has some more
+NUM_IDS = 900
 ROWS = {
     "long": {"batch": {"samples_per_step": 2, "micro_batch_tokens": LONG}, "recompute": "full"},
     "groups": {"batch": {"samples_per_step": 8}},
@@ -43,7 +45,7 @@ def write_groups(file: Path, row: str, num_steps: int, longest: int) -> None:
     rng = np.random.default_rng(0)
 
     def answer(length: int) -> dict[str, object]:
-        ids, logprobs = rng.integers(MIN_ID, 900, length), -rng.exponential(2.0, length)
+        ids, logprobs = rng.integers(MIN_ID, NUM_IDS, length), -rng.exponential(2.0, length)
         return {"token_ids": ids.tolist(), "logprobs": logprobs.round(4).tolist(), "advantage": float(rng.normal())}
 
     with file.open("w") as out:
@@ -53,7 +55,7 @@ def write_groups(file: Path, row: str, num_steps: int, longest: int) -> None:
             else:
                 prompt = int(np.clip(rng.lognormal(np.log(300), 0.7), 16, longest // 2))
                 lengths = rng.lognormal(np.log(400), 0.7, 8).clip(8, longest // 2).astype(int).tolist()
-            ids = rng.integers(MIN_ID, 900, prompt).tolist()
+            ids = rng.integers(MIN_ID, NUM_IDS, prompt).tolist()
             out.write(json.dumps({"prompt_ids": ids, "answers": [answer(length) for length in lengths]}) + "\n")
 
 

@@ -27,8 +27,8 @@ from flatout.trainer.state import TrainingRun
 OUT_OF_MEMORY = "out of memory; shorten eval.prompts or lower eval.max_new_tokens, or set eval.prompts=[]"
 
 
-class _StopRequested(Exception):  # noqa: N818  (a request, not an error)
-    """This rank was asked to stop, which ranks agree on after their answers."""
+class StopRequested(Exception):  # noqa: N818  (a request, not an error)
+    """A rank was asked to stop, which ranks agree on after their answers."""
 
 
 def answer_prompts(run: TrainingRun) -> None:
@@ -80,7 +80,7 @@ def generate(run: TrainingRun, prompt_set: EvalPrompts) -> list[tuple[int, ...]]
         counts[prompt] += 1
         run.reporter.phase("answering prompts, token", max(counts), most)
         if run.stop.requested and not lockstep:
-            raise _StopRequested
+            raise StopRequested
 
     answers, has_failed = list[tuple[int, ...]](), torch.zeros((), device=run.device)
     shared = oom_as_resource_error(run.rank) if lockstep else nullcontext()
@@ -89,7 +89,7 @@ def generate(run: TrainingRun, prompt_set: EvalPrompts) -> list[tuple[int, ...]]
             prompts = [prompt.token_ids for prompt in prompt_set.prompts]
             for (completion,) in sampler.sample(prompts, 1, params, report_token):
                 answers.append(completion.answer_ids)
-    except _StopRequested:
+    except StopRequested:
         pass
     except (NoRoomError, torch.OutOfMemoryError):
         has_failed += 1
@@ -111,7 +111,7 @@ def sampling(run: TrainingRun) -> Iterator[InProcess]:
 def sampler_of(run: TrainingRun) -> InProcess:
     """Return the run's sampler, which is made once, and remembers between calls which backends are exact.
 
-    On a GPU it keeps its slots and recorded steps from one round to the next; see `release_slots`.
+    On a GPU it keeps its slots and recorded steps from one round to the next; see `make_room_for_steps`.
     """
     if run.state.sampler is None:
         # passes over sharded state wait for streams of their own, which a recording must not
@@ -125,8 +125,8 @@ def sampler_of(run: TrainingRun) -> InProcess:
     return run.state.sampler
 
 
-def release_slots(run: TrainingRun) -> None:
-    """Free the sampler's slots, unless a step's planned temporaries fit in the memory beside them."""
+def make_room_for_steps(run: TrainingRun) -> None:
+    """Free what sampling left, and the sampler's slots unless a step's planned temporaries fit beside them."""
     release_memory(run)
     largest, sampler = run.plan.largest_pass, run.state.sampler
     estimate = None if largest is None else run.planned.memory.estimate(largest[2].size)

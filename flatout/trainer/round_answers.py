@@ -32,7 +32,7 @@ from flatout.rollout.collect import GROUPS, Group, Journal, journal_folder, writ
 from flatout.rollout.rewards.pool import Item
 from flatout.rollout.sampler import Completion, NoRoomError, SamplingParams
 from flatout.track.record import HeldOutRecord, RatedAnswer, RoundRecord
-from flatout.trainer.answers import release_slots, sampling
+from flatout.trainer.answers import StopRequested, make_room_for_steps, sampling
 from flatout.trainer.passes import PassesStopped
 from flatout.trainer.rollout_prompts import RolloutPrompts
 from flatout.trainer.state import TrainingRun
@@ -45,10 +45,6 @@ TOLD_TOKENS = 64
 NUM_SHOWN = 3
 # characters of each that are shown
 MAX_SHOWN = 2000
-
-
-class _StopRequested(Exception):  # noqa: N818  (a request, not an error)
-    """A rank was asked to stop, which ranks agree on after their answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +131,7 @@ def _unless_stopped(run: TrainingRun, work: Callable[[], Any]) -> list[Any]:
     def until_stopped() -> Any:
         try:
             return work()
-        except _StopRequested:
+        except StopRequested:
             return None
 
     group.run_on_first_rank(lambda: DurableIO().remove_tree(_stop_file(run)))  # that of a start before this one
@@ -150,7 +146,7 @@ def _stop_file(run: TrainingRun) -> Path:
 
 
 def _tell(run: TrainingRun, doing: str, done: int, total: int) -> None:
-    """Say how far this rank is, and that it lives. Raises _StopRequested if a rank was asked to stop."""
+    """Say how far this rank is, and that it lives. Raises StopRequested if a rank was asked to stop."""
     run.reporter.phase(doing, done, total)
     run.watch.alive()
     if run.stop.requested:
@@ -158,7 +154,7 @@ def _tell(run: TrainingRun, doing: str, done: int, total: int) -> None:
             _stop_file(run).touch()
     elif not _stop_file(run).exists():
         return
-    raise _StopRequested
+    raise StopRequested
 
 
 def identity_of(run: TrainingRun, prompts: RolloutPrompts, index: int) -> str:
@@ -208,7 +204,7 @@ def _sample(
 ) -> int:  # fmt: skip
     """Sample `size` answers to each prompt, given by place, number and the number that it is drawn by.
 
-    `on_group` gets a group once its last answer ends. Returns the number of tokens. Raises _StopRequested.
+    `on_group` gets a group once its last answer ends. Returns the number of tokens. Raises StopRequested.
     """
     finished: dict[int, dict[int, Completion]] = {}
     num_tokens = num_done = 0
@@ -249,7 +245,7 @@ def _sampled(
         fix = Fix({"recompute": "full"})
         raise ResourceError(why, [fix]) from error
     finally:
-        release_slots(run)
+        make_room_for_steps(run)
 
 
 def _score(
@@ -257,7 +253,7 @@ def _score(
 ) -> Counter[str]:
     """Score the answers of groups by the reward functions; return how many problems each function had.
 
-    `on_group` gets each group with what they said. Raises _StopRequested.
+    `on_group` gets each group with what they said. Raises StopRequested.
     """
     prompts_of = [(prompts.prompts[one.prompt], one) for one in groups]
     items = [

@@ -133,6 +133,8 @@ def read_rewards(config: Config, reporter: Reporter, group: ControlGroup) -> Rew
     """
     rank, rewards = group.rank, list[Rewards]()
     log_file = config.folder / "logs" / f"rewards-{rank.index}.log"
+    if not config.rollout.rewards:
+        return Rewards((), log_file)
     # ranks of one host share its cores
     num_procs = max(1, usable_procs(None) // (rank.local_world or rank.world))
 

@@ -209,8 +209,8 @@ def fuse_layers(model: PreTrainedModel, *, fp8: bool = False) -> FusedLayers:
     """Fuse the decoder's LoRA layers that are in the same module and read the same input tensor.
 
     They are found in one small forward pass, so this works for any architecture. Layers with dropout or DoRA, and those
-    outside the decoder (an adapted head), are not fused. `fp8` is that of `fuse_frozen`. Results
-    change by rounding only.
+    outside the decoder (an adapted head), are not fused. `fp8` is that of `fuse_frozen`. Results change by
+    rounding only.
     """
     layers = {name: layer for name, layer in lora_layers(model).items() if isinstance(layer, LoraLinear)}
     # hold the tensors themselves, as the id of a freed one may be reused

@@ -1,4 +1,4 @@
-"""Scores answers: by functions in child processes, which are started once and again after a hang or a crash."""
+"""Scores answers: by functions in child processes, started again after a hang or crash, and by reward models."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class _Child:
 
 
 class Rewards:
-    """Reward functions in child processes: a context manager, which starts and ends them.
+    """Reward functions in child processes, and reward models in this one: a context manager that starts and ends them.
 
     Entering it loads every function in one process. Raises UsageError, before any answer exists, for a file that cannot
     be read or run, and for a function of no known form.
@@ -196,7 +196,7 @@ class Rewards:
         self.digests = {file: digest for model in self._models.values() for file, digest in model.digests.items()}
         """The hash of each file of a function, of the files beside it that it imports, and of reward models."""
         described = [self._described(config) for config in configs if config.kind != "model"]
-        self._children = [_Child(described, log_file) for _ in range(usable_procs(num_procs))]
+        self._children = [_Child(described, log_file) for _ in range(usable_procs(num_procs) if described else 0)]
         # the last one that answered is asked first: further ones start only if there is work for them
         self._idle = queue.LifoQueue[_Child]()
         self._forms: dict[str, tuple[str, bool]] = {}
@@ -217,7 +217,7 @@ class Rewards:
             ready, what = READY_REWARDS.get(config.kind or ""), "runs as code, beside the run"
             rule = ready.__doc__ if ready else f"{config.path} {what if config.function else 'gives its score'}"
             self._log(f"reward {config.title}, weight {config.weight:g}: {' '.join(str(rule).split())}")
-        if len(self._models) < len(self._configs):
+        if self._children:
             self._forms = self._children[0].load()
         for child in reversed(self._children):
             self._idle.put(child)
@@ -242,7 +242,7 @@ class Rewards:
         request to stop, ends the calls and is raised. Raises UsageError for what goes wrong with on_error: stop.
         """
         scores, answered = Scores(items, self._configs, self._log), queue.SimpleQueue[Future[tuple[_Request, Any]]]()
-        with ThreadPoolExecutor(len(self._children), "rewards") as threads:
+        with ThreadPoolExecutor(max(1, len(self._children)), "rewards") as threads:
 
             def submit(requests: Sequence[_Request]) -> int:
                 for request in requests:
