@@ -100,7 +100,7 @@ def measure(name: str, args: argparse.Namespace) -> None:
     prompts = [draw.integers(0, _QWEN3["vocab_size"], args.length).tolist() for _ in range(args.prompts)]
     num_tokens = args.prompts * args.completions * args.new
     sampler_model = SamplerModel(
-        pretrained=model, logits=lambda batch: next_logits(model, batch)[0], device=CUDA, tolerance=0.1,
+        pretrained=model, logits=lambda batch: next_logits(model, batch), device=CUDA, tolerance=0.1,
         max_pass_tokens=16384, is_padded=False, packed_context=nullcontext,
         log=lambda line: print("told:", line, flush=True),
     )  # fmt: skip

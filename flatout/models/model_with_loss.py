@@ -212,13 +212,12 @@ def _wrong_tensor(value: object, shape: tuple[int, ...]) -> str | None:
     return "of complex numbers" if value.is_complex() else None
 
 
-def next_logits(model: PreTrainedModel, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits after each of a batch's label rows, (L, V) fp32 (fp64 in fp64), and the likeliest ids (L,)."""
+def next_logits(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
+    """Return the logits after each of a batch's label rows, (L, V) fp32 (fp64 in fp64)."""
     states = hidden_states(model, batch)
     # the last layer of a model on several devices may be on another than its inputs
     rows = states.index_select(0, batch.label_rows.to(states.device))
-    logits = TokenHead(model, len(rows)).logits(rows)
-    return logits, logits.argmax(-1)
+    return TokenHead(model, len(rows)).logits(rows)
 
 
 def prepare_head(model: PreTrainedModel, tile_rows: int) -> None:

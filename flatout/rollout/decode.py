@@ -30,7 +30,7 @@ SMALLEST = 16
 # one for all recordings of a process, as each stream keeps a workspace
 _stream = cache(torch.cuda.Stream)
 _LOW = (1 << 32) - 1
-_WHOLE, _BLOCK = float(1 << 48), 1024
+_WHOLE, _BLOCK, _MIN_BLOCK = float(1 << 48), 1024, 64
 
 
 @dataclass(slots=True)
@@ -355,11 +355,13 @@ def choose(
         penalty = params.repetition_penalty
         scores = torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
     if params.temperature == 0:
-        chosen = scores.argmax(-1)
+        chosen, log_total = scores.argmax(-1), scaled.logsumexp(-1)
     else:
-        scores = scaled if scores is logits else at_temperature(scores, params.temperature)
-        chosen = _first_beyond(_cut(scores, params).softmax(-1), uniform(keys, counts)[:, None])
-    return chosen, scaled.gather(-1, chosen[:, None])[:, 0] - scaled.logsumexp(-1)
+        scores = _cut(scaled if scores is logits else at_temperature(scores, params.temperature), params)
+        sums = _block_logsumexp(scores)
+        chosen = _first_beyond(scores, sums, uniform(keys, counts)[:, None])
+        log_total = (sums if scores is scaled else scaled).logsumexp(-1)
+    return chosen, scaled.gather(-1, chosen[:, None])[:, 0] - log_total
 
 
 def at_temperature(logits: Tensor, temperature: float) -> Tensor:
@@ -367,22 +369,40 @@ def at_temperature(logits: Tensor, temperature: float) -> Tensor:
     return logits if temperature in (0, 1) else logits / temperature
 
 
-def _first_beyond(weights: Tensor, numbers: Tensor) -> Tensor:
-    """Return the first token at which the sum of `weights` (N, V) exceeds numbers (N, 1) in [0, 1), int64 (N,).
+def _in_blocks(scores: Tensor) -> Tensor:
+    """Return scores (N, V) as (N, V / B, B), without a copy for sizes of a vocabulary that are multiples of 64."""
+    size = math.gcd(scores.shape[-1], _BLOCK)
+    if size < _MIN_BLOCK:
+        size = _BLOCK
+        scores = F.pad(scores, (0, -scores.shape[-1] % size), value=float("-inf"))
+    return scores.unflatten(-1, (-1, size))
 
-    Finds its block by the sums of blocks, then the token: a tenth of the memory traffic of one running sum. Sums are of
-    integers, parts of 2^-48, as those of floats depend on the order.
+
+def _block_logsumexp(scores: Tensor) -> Tensor:
+    return _in_blocks(scores).logsumexp(-1)
+
+
+def _first_beyond(scores: Tensor, block_sums: Tensor, numbers: Tensor) -> Tensor:
+    """Return the first token at which the sum of probabilities exceeds numbers (N, 1) in [0, 1), int64 (N,).
+
+    Finds its block by `block_sums`, the logsumexp of each block of scores (N, V), then the token in the block, so that
+    the scores are read once. Sums are of integers, parts of 2^-48, as those of floats depend on the order.
     """
-    blocks = F.pad(weights, (0, -weights.shape[-1] % _BLOCK)).unflatten(-1, (-1, _BLOCK))
-    sums = (blocks.sum(-1, dtype=torch.float64) * _WHOLE).long().cumsum(-1)
+
+    def running_sums(logs: Tensor) -> Tensor:
+        return ((logs - log_total).double().exp() * _WHOLE).long().cumsum(-1)
+
+    blocks, log_total = _in_blocks(scores), block_sums.logsumexp(-1, keepdim=True)
+    sums = running_sums(block_sums)
     bounds = (numbers * sums[:, -1:]).long()
     block = torch.searchsorted(sums, bounds, right=True).clamp(max=sums.shape[-1] - 1)
     before = F.pad(sums, (1, 0)).gather(-1, block)
-    block_weights = blocks.gather(1, block[..., None].expand(-1, 1, _BLOCK))[:, 0]
-    inner = (block_weights.double() * _WHOLE).long().cumsum(-1)
+    size = blocks.shape[-1]
+    inner = running_sums(blocks.gather(1, block[..., None].expand(-1, 1, size))[:, 0])
     # parts are rounded down, so those of a block's tokens may be fewer than the block's
     offset = torch.searchsorted(inner, torch.minimum(bounds - before, inner[:, -1:] - 1), right=True)
-    return (block * _BLOCK + offset)[:, 0]
+    # scores that are not finite lead anywhere, and are told by their log-probability
+    return (block * size + offset)[:, 0].clamp(max=scores.shape[-1] - 1)
 
 
 def _cut(scores: Tensor, params: SamplingParams) -> Tensor:

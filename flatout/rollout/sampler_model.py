@@ -62,7 +62,7 @@ def make_sampler_model(model: PreTrainedModel, log: Callable[[str], None] = lamb
         device = torch.device(next(used for used in devices.values() if used not in ("cpu", "disk")))
     return SamplerModel(
         pretrained=model,
-        logits=lambda batch: next_logits(model, batch)[0].to(device),
+        logits=lambda batch: next_logits(model, batch).to(device),
         device=device,
         tolerance=TOLERANCES[model.dtype],
         max_pass_tokens=_MAX_PASS_TOKENS,

@@ -151,7 +151,7 @@ def sampler_model_of(run: TrainingRun) -> SamplerModel:
 
     model = SamplerModel(
         pretrained=run.model,
-        logits=lambda batch: run.loss_module(batch, lambda loss, batch: next_logits(loss.model, batch))[0],
+        logits=lambda batch: run.loss_module(batch, lambda loss, batch: next_logits(loss.model, batch)),
         device=run.device,
         tolerance=FLOAT8_TOLERANCE if run.config.computes_in_fp8 else TOLERANCES[run.dtype],
         # every rank computes these passes whole

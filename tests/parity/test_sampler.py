@@ -127,7 +127,7 @@ def test_log_probabilities_are_those_of_the_pass_that_trains(tmp_path, family, s
     loaded = load_with_adapter(tmp_path, family, storage, lora, fused=fused)
     told = list[str]()
     sampler_model = SamplerModel(
-        pretrained=loaded.model, logits=lambda batch: next_logits(loaded.model, batch)[0], device=CPU,
+        pretrained=loaded.model, logits=lambda batch: next_logits(loaded.model, batch), device=CPU,
         tolerance=TOLERANCES[loaded.dtype], max_pass_tokens=32, is_padded=False, packed_context=nullcontext,
         log=told.append,
     )  # fmt: skip
@@ -185,7 +185,7 @@ def test_kept_slots_are_those_of_later_calls_that_fit():
         # a step's, not those that measure a token
         if batch.cache is not None and batch.cache.reads is not None and caches[-1:] != [weakref.ref(batch.cache)]:
             caches.append(weakref.ref(batch.cache))
-        return next_logits(model, batch)[0]
+        return next_logits(model, batch)
 
     own = replace(make_sampler_model(model), logits=logits)
     sampler, hot = InProcess(own, keeps_slots=True, slot_length=40), SamplingParams(12, temperature=0.7)

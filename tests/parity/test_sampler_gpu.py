@@ -53,7 +53,7 @@ def weights(request, tmp_path_factory):
     loaded.model.eval()
     told: list[str] = []
     return SamplerModel(
-        pretrained=loaded.model, logits=lambda batch: next_logits(loaded.model, batch)[0], device=torch.device("cuda"),
+        pretrained=loaded.model, logits=lambda batch: next_logits(loaded.model, batch), device=torch.device("cuda"),
         tolerance=0.3 if storage == "fp8" else 0.1, max_pass_tokens=512, is_padded=False, packed_context=nullcontext,
         log=told.append,
     ), told  # fmt: skip
@@ -86,7 +86,7 @@ def test_kept_steps_are_recorded_once_and_read_the_weights_of_each_call(weights,
         torch.manual_seed(0)
         shape = {**SHAPE, "vocab_size": VOCAB_SIZE, "num_hidden_layers": 2, "num_key_value_heads": 2}
         model = Qwen3ForCausalLM(Qwen3Config(**shape, num_attention_heads=4)).to(own.device).eval()
-        own = replace(own, pretrained=model, logits=lambda batch: next_logits(model, batch)[0])
+        own = replace(own, pretrained=model, logits=lambda batch: next_logits(model, batch))
         model.set_attn_implementation(weights[0].pretrained.config._attn_implementation)
     adapted = [module for module in own.pretrained.modules() if isinstance(module, FusedLora)]
     trained = [p for p in own.pretrained.parameters() if p.requires_grad]

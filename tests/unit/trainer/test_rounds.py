@@ -405,7 +405,9 @@ def test_decoding_steps_are_recorded_once_a_run_where_memory_has_room_beside_ste
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Counted)
     if not has_room:
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (0, 1))
+        # from the first recording on, as the run is planned for the memory that is free before
+        free = torch.cuda.mem_get_info
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (0, 1) if made else free(device))
     config = world(
         f"room-{has_room}", device="cuda", method="lora", lora={"rank": 4}, optim={"lr": 1e-2},
         model={"precision": "bf16"}, compile="off", eval={"every_steps": None},
