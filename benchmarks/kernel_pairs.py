@@ -143,16 +143,15 @@ def prefix_pairs(shape: str, groups: int, prefix: int, suffixes: list[int]) -> I
 def other_attention_pairs() -> Iterator[Pair]:
     num_slots, places = (256, 512) if ON_GPU else (2, 8)
     lengths = torch.randint(places // 8, places, (num_slots,), device=DEVICE, dtype=torch.int32)
-    starts = torch.arange(num_slots + 1, device=DEVICE, dtype=torch.int32) * places
 
     def slots(use_kernel: bool) -> Run:
         tensors = heads_of("qwen3-8b", num_slots, num_slots * places)
         return torch.no_grad()(
-            partial(slot_attention, *tensors, lengths, starts, places, scale=128**-0.5, use_kernel=use_kernel)
+            partial(slot_attention, *tensors, lengths, places, scale=128**-0.5, use_kernel=use_kernel)
         )
 
     where = f"qwen3-8b, {num_slots} slots of {places}, forward"
-    yield Pair("slots attention, flash / sdpa", where, partial(slots, ON_GPU), partial(slots, False))
+    yield Pair("slots attention, triton / sdpa", where, partial(slots, ON_GPU), partial(slots, False))
     if not ON_GPU:
         return
     generator = torch.Generator().manual_seed(0)

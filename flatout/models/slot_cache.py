@@ -19,12 +19,10 @@ def autocast_dtype(values: Tensor) -> torch.dtype:
 class SlotReads(NamedTuple):
     """What layers read of N slots in a pass over one new token of each.
 
-    `lengths` int32 (N,) are the tokens of each slot, the new one included, `longest` an upper bound on them, `starts`
-    int32 (N + 1,) the slots' first rows.
+    `lengths` int32 (N,) are the tokens of each slot, the new one included, `longest` an upper bound on them.
     """
 
     lengths: Tensor
-    starts: Tensor
     longest: int
 
 
@@ -47,10 +45,10 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers has no types for i
         """Let the next pass write rows `source` (W,) of its stream to rows `target` (W,) of the cache; int64 both."""
         self.reads, self._writes = None, (source, target)
 
-    def append(self, positions: Tensor, starts: Tensor, longest: int) -> None:
+    def append(self, positions: Tensor, longest: int) -> None:
         """Let the next pass write a token at `positions` int64 (N,) of the first N slots, and read these slots."""
-        lengths = (positions + 1).int()
-        self.reads, self._writes = SlotReads(lengths, starts, longest), (None, starts[:-1] + positions)
+        rows = torch.arange(len(positions), device=positions.device) * self.length + positions
+        self.reads, self._writes = SlotReads((positions + 1).int(), longest), (None, rows)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any

@@ -50,7 +50,7 @@ class Slots:
         self._model, self._cache, self._num_answers = model, cache, 0
         # steps that are recorded as CUDA graphs read these addresses
         self._rows = torch.arange(cache.num_slots + 1, device=model.device)
-        self._starts, self._shifts = self._rows.int() * cache.length, torch.zeros_like(self._rows)
+        self._shifts = torch.zeros_like(self._rows)
 
     def admit(self, groups: Sequence[Group]) -> Tensor:
         passes = in_passes([len(prompt) for prompt, _ in groups], self._model.max_pass_tokens)
@@ -74,7 +74,7 @@ class Slots:
 
     def step(self, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
         count = len(tokens)
-        self._cache.append(positions, self._starts[: count + 1], longest)
+        self._cache.append(positions, longest)
         batch = newest_tokens(tokens, positions, self._rows[: count + 1])
         axes = axes_after(self._model, positions, self._shifts)
         return self._model.logits(replace(batch, cache=self._cache, axes=axes))

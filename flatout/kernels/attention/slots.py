@@ -6,13 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flatout.kernels.capability import has_triton
+
 
 def slot_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     lengths: Tensor,
-    starts: Tensor,
     longest: int,
     *,
     scale: float,
@@ -24,12 +25,14 @@ def slot_attention(
     """Return the output (N, H, E) of query (N, H, D), the newest token of each of N slots.
 
     key (N * S, K, D) and value (N * S, K, E) have S places a slot, of which the first `lengths` int32 (N,) are filled;
-    K divides H. `starts` int32 (N + 1,) are the slots' first rows, `longest` an upper bound on the lengths. With a
-    window, a token attends to that many last ones; `softcap` and `sinks` (H,) are as in `masked_attention`. Places
-    that are not filled must be finite. `use_kernel` is for what torch's FlashAttention computes: bf16 or fp16 on CUDA.
+    K divides H. `longest` is an upper bound on the lengths. With a window, a token attends to that many last ones;
+    `softcap` and `sinks` (H,) are as in `masked_attention`. Places that are not filled must be finite. With
+    `use_kernel`, Triton computes it for 16-bit tensors on CUDA.
     """
-    if use_kernel and softcap is None and sinks is None:
-        return _flash(query, key, value, lengths, starts, scale, window)
+    if use_kernel and has_triton(query.device) and query.dtype.itemsize == 2:
+        from flatout.kernels.attention import slots_triton
+
+        return slots_triton.attend(query, key, value, lengths, scale, window, softcap, sinks)
     num_slots, groups = len(query), query.shape[1] // key.shape[1]
     # (N, K, longest, size)
     key, value = (slots.unflatten(0, (num_slots, -1))[:, :longest].transpose(1, 2) for slots in (key, value))
@@ -52,18 +55,3 @@ def slot_attention(
         scores = torch.cat([scores, column], dim=-1)
     weights: Tensor = scores.softmax(-1)[..., : key.shape[2]].to(value.dtype)
     return (weights @ value).flatten(1, 2)
-
-
-def _flash(
-    query: Tensor, key: Tensor, value: Tensor, lengths: Tensor, starts: Tensor, scale: float, window: int | None
-) -> Tensor:
-    """Compute it by FlashAttention-2, which reads no key beyond `lengths`."""
-    num_slots = len(query)
-    # without bounds on the right, heads that share keys are computed together
-    left, right = (-1, -1) if window is None else (window - 1, 0)
-    boundaries = torch.arange(num_slots + 1, dtype=torch.int32, device=query.device)
-    outputs: tuple[Tensor, ...] = torch.ops.aten._flash_attention_forward(
-        query, key, value, boundaries, starts, 1, len(key) // num_slots, 0.0, False, False,
-        scale=scale, window_size_left=left, window_size_right=right, seqused_k=lengths,
-    )  # fmt: skip
-    return outputs[0]

@@ -414,7 +414,8 @@ def test_decoding_steps_are_recorded_once_a_run_where_memory_has_room_beside_ste
         rollout={"rounds": 3, "steps": 1, "max_new_tokens": 40, "rewards": [{"kind": "length", "max_tokens": 20}]},
     )  # fmt: skip
     train(config)
-    assert set(made) == ({0} if has_room else {0, 1, 2})
+    # held-out prompts after the last round take some too
+    assert set(made) == ({0} if has_room else {0, 1, 2, 3})
     for step in load(config.folder).log.steps:
         assert step.metrics["mismatch/k3"] < 1e-2
 
