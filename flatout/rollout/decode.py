@@ -375,7 +375,8 @@ def _in_blocks(scores: Tensor) -> Tensor:
     if size < _MIN_BLOCK:
         size = _BLOCK
         scores = F.pad(scores, (0, -scores.shape[-1] % size), value=float("-inf"))
-    return scores.unflatten(-1, (-1, size))
+    blocks: Tensor = scores.unflatten(-1, (-1, size))
+    return blocks
 
 
 def _block_logsumexp(scores: Tensor) -> Tensor:

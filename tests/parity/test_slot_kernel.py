@@ -25,7 +25,8 @@ LENGTHS, PLACES = [1, 64, 65, 160, 129], 160
 
 @pytest.mark.parametrize("variant", [{}, {"window": 70}, {"softcap": 1.5}, {"sinks": True}])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "size", "out_size"), [(4, 2, 64, 64), (3, 1, 80, 80), (2, 2, 96, 64), (20, 1, 128, 128)]
+    ("heads", "kv_heads", "size", "out_size"),
+    [(4, 2, 64, 64), (3, 1, 80, 80), (2, 2, 96, 64), (20, 1, 128, 128), (4, 2, 8, 8)],
 )
 def test_it_equals_the_definition(heads, kv_heads, size, out_size, variant):
     from flatout.kernels.attention import slots_triton

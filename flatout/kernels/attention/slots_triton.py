@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# keys of a tile; the fewest rows that a product has
-_KEYS, _MIN_ROWS = 64, 16
+# keys of a tile; the smallest side of a product
+_KEYS, _MIN_SIDE = 64, 16
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -68,15 +68,17 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """Compute `slot_attention` of 16-bit tensors, reading no key beyond `lengths` or before the window."""
     (num_slots, num_heads, size), (num_keys, kv_heads, out_size) = query.shape, value.shape
-    output = query.new_empty(num_slots, num_heads, out_size)
-    slot_places = num_keys // num_slots
+    output, slot_places = query.new_empty(num_slots, num_heads, out_size), num_keys // num_slots
+    tensors = query.contiguous(), key.contiguous(), value.contiguous(), output, lengths
+    width, out_width, rows = (_side(number) for number in (size, out_size, num_heads // kv_heads))
     with torch.cuda.device_of(query):
         _attend_kernel[(num_slots, kv_heads)](
-            query.contiguous(), key.contiguous(), value.contiguous(), output, lengths, lengths if sinks is None else sinks,
-            scale, softcap or 1.0, slot_places, window or slot_places,
-            HEADS=num_heads, KV_HEADS=kv_heads, SIZE=size, WIDTH=triton.next_power_of_2(size), OUT_SIZE=out_size,
-            OUT_WIDTH=triton.next_power_of_2(out_size), KEYS=_KEYS,
-            ROWS=max(_MIN_ROWS, triton.next_power_of_2(num_heads // kv_heads)), CAPPED=softcap is not None,
-            SINKS=sinks is not None, num_warps=4, num_stages=3,
+            *tensors, lengths if sinks is None else sinks, scale, softcap or 1.0, slot_places, window or slot_places,
+            HEADS=num_heads, KV_HEADS=kv_heads, SIZE=size, WIDTH=width, OUT_SIZE=out_size, OUT_WIDTH=out_width,
+            ROWS=rows, KEYS=_KEYS, CAPPED=softcap is not None, SINKS=sinks is not None, num_warps=4, num_stages=3,
         )  # fmt: skip
     return output
+
+
+def _side(number: int) -> int:
+    return max(_MIN_SIDE, int(triton.next_power_of_2(number)))
