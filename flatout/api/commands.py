@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +12,9 @@ from flatout.config.spelling import spelled
 from flatout.errors import Fix, FlatoutError, ResourceError, UsageError, path_error
 from flatout.io.host_memory import host_memory_error
 from flatout.io.redact import printable, redacted
+from flatout.io.redact import rows as rows
 
 LONGEST_LINE = 700
-WIDTH = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +100,3 @@ def write_new(path: Path, text: str) -> None:
         if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
             raise UsageError(f"{path}: there is no folder {path.parent}; create it: mkdir -p {path.parent}") from None
         raise
-
-
-def rows(pairs: Iterable[tuple[str, str]], name_width: int = 18) -> str:
-    """Format one line per pair, names in a column of `name_width`; long texts wrap within their column.
-
-    Words are never broken, so that a long path can still be copied.
-    """
-    wrapper = textwrap.TextWrapper(
-        WIDTH, subsequent_indent=" " * name_width, break_long_words=False, break_on_hyphens=False
-    )
-    return "\n".join(wrapper.fill(printable(f"{name:<{name_width - 1}} {text}")) for name, text in pairs)

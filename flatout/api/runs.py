@@ -4,7 +4,7 @@ is_run_folder, run_identity, require_own, foreign_entries, free_folder   whose a
 read_run, read_end, read_side_files                                       what a run has written so far
 RunFollower, LineFollower                                                 what is new since the last look
 record_of, StepRecord                                                     a line of metrics.jsonl as a record
-Callback                                                                  gets what a run reports, as it does so
+MemoryCallback                                                            keeps what a run reports, as it does so
 RunNotes, write_notes                                                     the note and the tags of a run
 """
 
@@ -14,7 +14,7 @@ from flatout.config.folders import free_folder as free_folder
 from flatout.config.folders import is_run_folder as is_run_folder
 from flatout.config.folders import require_own as require_own
 from flatout.config.folders import run_identity as run_identity
-from flatout.track.callback import Callback as Callback
+from flatout.track.callback import MemoryCallback as MemoryCallback
 from flatout.track.record import StepRecord as StepRecord
 from flatout.track.run_log import LineFollower as LineFollower
 from flatout.track.run_log import RunFollower as RunFollower

@@ -6,9 +6,10 @@ import dataclasses
 import json
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,10 +55,13 @@ _ADAPTER = TypeAdapter(Manifest)
 
 
 @cache
-def versions() -> dict[str, str]:
-    """Return the versions to record with a checkpoint, by package name, without importing the packages."""
-    packages = {name: version(name) for name in ("torch", "transformers", "peft", "safetensors")}
-    return {"flatout": __version__, "python": platform.python_version(), **packages}
+def versions(packages: tuple[str, ...] = ("torch", "transformers", "peft", "safetensors")) -> dict[str, str]:
+    """Return the versions of flatout, Python and these packages, as far as they are installed; imports none."""
+    known = {"flatout": __version__, "python": platform.python_version()}
+    for name in packages:
+        with suppress(PackageNotFoundError):
+            known[name] = version(name)
+    return known
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

@@ -16,16 +16,16 @@ from flatout.cli.screen import aligned
 from flatout.errors import UsageError
 from flatout.io.redact import printable
 from flatout.track.figures import short_count, short_time
-from flatout.track.record import EVAL
+from flatout.track.record import EVAL, HELD_OUT
 from flatout.track.run_log import write_notes
 from flatout.view.open_runs import RunRow, find_run, list_runs, run_folders
 
 # what rows are sorted by: the field of RunRow
 _SORTS = {
     "started": "started_at", "name": "name", "state": "state", "model": "model", "data": "data", "steps": "steps",
-    "loss": "loss_after", "best": "best", "time": "time_s", "size": "size_bytes",
+    "loss": "loss_after", "reward": "reward_after", "best": "best", "time": "time_s", "size": "size_bytes",
 }  # fmt: skip
-_HEAD = ("run", "state", "tags", "steps", "before", "after", "best", "time", "size", "note", "model", "data")
+_HEAD = ("run", "state", "tags", "steps", "figure", "before", "after", "best", "time", "size", "note", "model", "data")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,18 +86,20 @@ def _cells(row: RunRow) -> tuple[str, ...]:
     def shown(value: Any, form: Callable[[Any], str]) -> str:
         return "-" if value is None else form(value)
 
-    write = EVAL["eval_loss"].write
+    figure = "loss" if row.reward_after is None else "reward"
+    write = (EVAL["eval_loss"] if figure == "loss" else HELD_OUT["reward"]).write
     best = "-" if row.best is None else f"{write(row.best)} @{row.best_step:,}"
-    losses = (shown(loss, write) for loss in (row.loss_before, row.loss_after))
+    ends = (shown(getattr(row, f"{figure}_{name}"), write) for name in ("before", "after"))
     steps = f"{row.steps:,}" if row.steps == row.planned_steps else f"{row.steps:,}/{row.planned_steps:,}"
     size = f"{short_count(row.size_bytes)}B"
     model, data = shown(row.model, lambda name: Path(name).name), shown(row.data, str)
     tags, note = ",".join(row.tags) or "-", " ".join(row.note.split()) or "-"
-    return row.name, row.state, tags, steps, *losses, best, short_time(row.time_s), size, note, model, data
+    return row.name, row.state, tags, steps, figure, *ends, best, short_time(row.time_s), size, note, model, data
 
 
 def _table(rows: list[tuple[str, ...]], width: int | None) -> list[str]:
-    """Return aligned lines, without notes and tags if no run has any; their ends are cut to the width of a terminal."""
-    is_shown = [name not in ("tags", "note") or {*cells} != {"-"} for name, *cells in zip(*rows, strict=True)]
+    """Return aligned lines, without columns that say nothing; their ends are cut to the width of a terminal."""
+    nothing = {"tags": "-", "note": "-", "figure": "loss"}
+    is_shown = [{*cells} != {nothing.get(name)} for name, *cells in zip(*rows, strict=True)]
     lines = aligned([[printable(cell) for cell in compress(row, is_shown)] for row in rows])
     return lines if width is None else [line if len(line) <= width else line[: width - 1] + "…" for line in lines]

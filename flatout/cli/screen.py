@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, TypeVar
 
-from flatout.api.commands import WIDTH as WIDTH
-from flatout.api.commands import rows as rows
 from flatout.environment import environment, require_docstrings, set_environment
 from flatout.errors import Fix, UsageError
+from flatout.io.redact import WIDTH as WIDTH
 from flatout.io.redact import printable
+from flatout.io.redact import rows as rows
 
 if TYPE_CHECKING:
     from flatout.config.schema import Config, DataConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import cycle, pairwise
 from pathlib import Path
 from typing import TextIO, cast
@@ -20,10 +20,10 @@ from flatout.errors import DataError, counted, reason_of
 from flatout.io.redact import printable
 from flatout.track.callback import deliver
 from flatout.track.console import ConsoleCallback
-from flatout.track.figures import named, short_time
-from flatout.track.record import EVAL, STEP, STEP_PARTS, EvalRecord, StepRecord, describe_event
+from flatout.track.figures import Figure, named, short_time
+from flatout.track.record import STEP, STEP_PARTS, describe_event
 from flatout.track.run_log import RunFollower, RunLog
-from flatout.track.summary import next_commands, summarize, summary_lines
+from flatout.track.summary import JUDGED_ROWS, judged_values, next_commands, summarize, summary_lines
 from flatout.view.open_runs import find_run
 
 POLL_S = 1.0
@@ -88,20 +88,15 @@ def _news_age_s(log: RunLog) -> float:
 
 def _print_lines(follower: RunFollower) -> None:
     """Print what is new, as the run itself does in a pipe."""
-    log, num_events = follower.log, 0
-    last_steps = dict[type, int]()
+    log = follower.log
     with ConsoleCallback() as console:
         for _ in _polls(follower):
-            records: list[StepRecord | EvalRecord] = [*log.steps, *log.evals]
-            # an evaluation is recorded after the step that it follows
-            for record in sorted(records, key=lambda one: one.step):
-                if record.step > last_steps.get(type(record), -1):
-                    deliver(console, record)
-                    last_steps[type(record)] = record.step
-            for event in log.events[num_events:]:
-                console.on_event(str(event.get("kind")), event)
-            num_events = len(log.events)
-            console.on_phase("nothing new after step", max(last_steps.values(), default=0))
+            for one in follower.newest:
+                if isinstance(one, Mapping):
+                    console.on_event(str(one.get("kind")), one)
+                else:
+                    deliver(console, one)
+            console.on_phase("nothing new after step", log.steps[-1].step if log.steps else 0)
         for name, text in _state(log):
             # the summary says how a run ended
             if log.end is None or name == "held":
@@ -111,8 +106,8 @@ def _print_lines(follower: RunFollower) -> None:
 def view(log: RunLog, width: int) -> RenderableType:
     """Draw a run for a terminal of at least 60 columns."""
     table = Table.grid(padding=(0, 1))
-    table.add_column(width=7, style="bold cyan", no_wrap=True)
-    table.add_column(width=width - 8)
+    table.add_column(width=8, style="bold cyan", no_wrap=True)
+    table.add_column(width=width - 9)
     for name, text in (*_head(log), *_figures(log, width), *_ranks(log), *_tail(log)):
         shown = Text(printable(text), no_wrap=name != "state", overflow="ellipsis") if isinstance(text, str) else text
         table.add_row(name, shown)
@@ -135,21 +130,25 @@ def _head(log: RunLog) -> Iterator[tuple[str, RenderableType]]:
 
 def _figures(log: RunLog, width: int) -> Iterator[tuple[str, RenderableType]]:
     room = max(10, width - 45)
+
+    def drawn(values: Iterable[float | None], row: Figure) -> str:
+        known = [value for value in values if value is not None]
+        return f"{row.write(known[-1]):<8} {sparkline(known, room)}" if known else ""
+
+    if log.rounds:
+        yield "reward", drawn(judged_values(log, "round").values(), JUDGED_ROWS["round"])
     if log.steps:
-        last = log.steps[-1]
-        yield "loss", f"{STEP['loss'].write(last.loss):<8} {sparkline([step.loss for step in log.steps], room)}"
-        for name, value in last.metrics.items():
-            line = sparkline([step.metrics.get(name, value) for step in log.steps], room)
-            yield name, f"{named(name).write(value):<8} {line}"
-    if log.evals:
-        last_eval, write = log.evals[-1], EVAL["eval_loss"].write
-        # by eval.best, which need not be the loss
-        best = next((one for one in reversed(log.evals) if one.is_best), last_eval)
-        line = sparkline([one.eval_loss for one in log.evals], room)
-        yield "eval", f"{write(last_eval.eval_loss):<8} {line}  best {write(best.eval_loss)}, step {best.step:,}"
-        for name, value in last_eval.metrics.items():
+        yield "loss", drawn((step.loss for step in log.steps), STEP["loss"])
+        for name in next((step.metrics for step in reversed(log.steps) if step.metrics), ()):
+            yield "", f"{drawn((step.metrics.get(name) for step in log.steps), named(name))}  {name}"
+    # by eval.best, which need not be the loss
+    if (one := summarize(log).evaluation) and (evals := log.evals or log.held_out):
+        line = drawn(judged_values(log, one.kind).values(), JUDGED_ROWS[one.kind])
+        yield one.kind, f"{line}  best {one.texts[-1]}, step {one.best_step:,}"
+        for name, value in evals[-1].metrics.items():
             yield "", f"{named(name).write(value):<8} {name}"
     if log.steps:
+        last = log.steps[-1]
         shown = [STEP[name].text(value) for name in ("tokens_per_s", "mfu") if (value := getattr(last, name))]
         now, peak = (STEP[name].write(getattr(last, name)) for name in ("memory_bytes", "peak_memory_bytes"))
         yield "speed", "  ".join((*shown, f"memory {now.removesuffix(' GiB')}, peak {peak}"))

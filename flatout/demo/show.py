@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from flatout.config.schema import Config
 from flatout.data.build import open_or_build
@@ -20,11 +19,12 @@ from flatout.models.load.inference import load_trained, resolve_model_paths
 from flatout.rollout.chat import Sampling, answer_all, prompt_ids
 from flatout.track.console import ConsoleCallback
 from flatout.track.run_log import read_run
+from flatout.track.summary import summarize, summary_lines
 from flatout.trainer.run import Result, train
 
 # a demo is watched, so a step is shown this often
 STEP_LINE_S = 3.0
-_MAX_ANSWER_TOKENS = 64
+_MAX_ANSWER_TOKENS, NUM_SHOWN = 64, 5
 
 
 def show_demo(out: Path, seed: int, console: Console, *, with_pictures: bool) -> tuple[bool, list[str]]:
@@ -46,23 +46,19 @@ def show_demo(out: Path, seed: int, console: Console, *, with_pictures: bool) ->
     are_right = [answer in prompt.accepted for prompt, answer in zip(prompts, answers, strict=True)]
     verdicts = ["correct" if is_right else "WRONG" for is_right in are_right]
     num_right, total_s = sum(are_right), time.perf_counter() - started
-    if with_pictures:
-        console.print("\nQuestions about pictures that are not in the training data:")
-        for prompt, answer, verdict in zip(prompts[:5], answers, verdicts, strict=False):
-            console.print(f"  {prompt.text.removeprefix(MARK)}  {answer}   ({verdict})", markup=False)
-        is_good = num_right >= shapes.LEAST_RIGHT * len(prompts)
-        expected = "" if is_good else f"  (expected {shapes.LEAST_RIGHT:.0%})"
-        console.print(f"\n{num_right} of {len(prompts)} right ({num_right / len(prompts):.1%}){expected}")
-        console.print(f"{result.progress.step:,} steps; {total_s:.0f} s in all")
-        picture = str(out / shapes.PICTURES_DIR / "000.png")
-        return is_good, [str(result.folder), "--image", picture, "--prompt", "What is shown?"]
-    console.print("\nThree prompts that are not in the training data:")
-    for prompt, answer, verdict in zip(prompts, answers, verdicts, strict=True):
+    console.print("\nPrompts that are not in the training data:")
+    for prompt, answer, verdict in zip(prompts[:NUM_SHOWN], answers, verdicts, strict=False):
         for message in prompt.messages:
-            console.print(f"  {message['role']:>9}: {message['content']}", markup=False)
+            console.print(f"  {message['role']:>9}: {message['content'].removeprefix(MARK)}", markup=False)
         console.print(f"  {'answer':>9}: {answer}   ({verdict})\n", markup=False)
-    console.print(_table(result, f"{num_right}/{len(prompts)}", total_s))
-    return loss_halved(result) and all(are_right), [str(result.folder)]
+    lines = summary_lines(summarize(read_run(result.folder)), [])
+    console.print("\n".join(lines), markup=False, soft_wrap=True)
+    least = shapes.LEAST_RIGHT if with_pictures else 1.0
+    problems = [] if num_right >= least * len(prompts) else [f" (expected {least:.0%})"]
+    problems += [] if with_pictures or loss_halved(result) else ["; the evaluation loss did not halve"]
+    console.print(f"\n{num_right} of {len(prompts)} answered correctly{''.join(problems)}; {total_s:.0f} s in all")
+    picture = ["--image", str(out / shapes.PICTURES_DIR / "000.png"), "--prompt", "What is shown?"]
+    return not problems, [str(result.folder), *(picture if with_pictures else [])]
 
 
 def show_rounds(out: Path, seed: int, console: Console) -> tuple[bool, Path]:
@@ -113,22 +109,3 @@ def loss_halved(result: Result) -> bool:
     """Return whether the held-out loss after the last step is at most half of that before the first."""
     before, after = result.progress.first_eval_loss, result.progress.last_eval_loss
     return before is not None and after is not None and after <= before / 2
-
-
-def _table(result: Result, answered: str, total_s: float) -> Table:
-    progress = result.progress
-    verdict = "" if loss_halved(result) else "  [red](did not halve)[/]"
-    rows = {
-        "held-out loss before": f"{progress.first_eval_loss:.4f}",
-        "held-out loss after": f"{progress.last_eval_loss:.4f}{verdict}",
-        "held-out prompts answered correctly": answered,
-        "tokens/s": f"{result.tokens_per_s:,.0f}",
-        "padding avoided vs. naive batching": f"{result.padding_avoided:.0%}",
-        "steps": f"{progress.step:,}, {progress.num_tokens:,} tokens in {progress.elapsed_s:.0f} s",
-        "total time": f"{total_s:.0f} s",
-        "run folder": str(result.folder),
-    }
-    table = Table(title="flatout demo", show_header=False, title_justify="left")
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table

@@ -16,9 +16,8 @@ from flatout.errors import CheckpointError
 from flatout.io.json_file import read_json
 from flatout.io.redact import printable
 from flatout.models.load.inference import ModelPaths
-from flatout.track.record import STEP
 from flatout.track.run_log import RunLog
-from flatout.track.summary import summarize
+from flatout.track.summary import JUDGED, JUDGED_ROWS, judged_values, summarize
 from flatout.view.charts import moving_average, thinned
 from flatout.view.facts import NONE, changed_settings, headline, plan_rows, settings_of, show, table
 
@@ -137,15 +136,19 @@ def _scores(folder: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def loss_svg(log: RunLog) -> str:
-    """Return the loss by step as an image: training, smoothed, and evaluations as dots. Nothing without a step.
+    """Return the loss or reward by step as an image: training, smoothed, and evaluations as dots. Nothing without any.
 
     It is a file of its own, as a card runs no script; the axes name their ends.
     """
-    if not log.steps:
+    kind, kind_of_evals = ("round", "held_out") if log.rounds else ("step", "eval")
+    xs, ys, at, judged = (
+        np.array(part, dtype=np.float64)
+        for values in (judged_values(log, kind), judged_values(log, kind_of_evals))
+        for part in ([*values], [*values.values()])
+    )
+    if not len(xs):
         return ""
-    xs, ys = (np.array([getattr(record, name) for record in log.steps], dtype=np.float64) for name in ("step", "loss"))
-    at, losses = (np.array([getattr(record, name) for record in log.evals], float) for name in ("step", "eval_loss"))
-    (first, last), every = (float(xs[0]), float(xs[-1])), np.concatenate([ys, losses])
+    (first, last), every = (float(xs[0]), float(xs[-1])), np.concatenate([ys, judged])
     low, high = float(every.min()), float(every.max())
 
     def places(x: Any, y: Any) -> list[tuple[float, float]]:
@@ -156,14 +159,14 @@ def loss_svg(log: RunLog) -> str:
     for line, opacity in ((ys, 0.35), (moving_average(ys), 1)):
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places(xs[kept], line[kept]))
         marks.append(f'<polyline points="{points}" stroke-opacity="{opacity}"/>')
-    marks += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in places(at, losses)]
-    write, right, bottom = STEP["loss"].write, _WIDTH + _LEFT, _HEIGHT + 24
+    marks += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in places(at, judged)]
+    write, right, bottom = JUDGED_ROWS[kind].write, _WIDTH + _LEFT, _HEIGHT + 24
     texts = [(_LEFT - 8, _HEIGHT + 8, "end", write(low)), (_LEFT - 8, 16, "end", write(high))]
     texts += [(_LEFT, bottom, "start", f"step {first:,.0f}"), (right, bottom, "end", f"{last:,.0f}")]
     marks += [f'<text x="{x}" y="{y}" text-anchor="{anchor}">{label}</text>' for x, y, anchor, label in texts]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH + _LEFT + 24} {_HEIGHT + 40}">'
-        "<title>loss by step; dots: evaluation</title>"
+        f"<title>{JUDGED[kind]} by step; dots: evaluation</title>"
         "<style>polyline{fill:none;stroke:#0072b2;stroke-width:1.6}circle{fill:#d55e00}"
         f"text{{font:12px sans-serif;fill:#808080}}</style>{''.join(marks)}</svg>\n"
     )

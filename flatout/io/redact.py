@@ -1,11 +1,13 @@
-"""Remove passwords and tokens from URLs before they are written or shown."""
+"""Texts as people may see them: without passwords and tokens of URLs, without control characters, in 80 columns."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+WIDTH = 80
 # a URL that was turned into a path has only one of its two slashes
 _USER = re.compile(r"(?<=:/)(/?)[^/\s]+(?=@)")
 _QUERY = re.compile(r"([?&][^=&\s]*(?:token|key|secret|signature|sig|password|credential)[^=&\s]*=)[^&\s\"']+", re.I)
@@ -19,6 +21,17 @@ _MIN_SECRET = 6
 def printable(text: str) -> str:
     """Escape control characters except tab and newline, so that data cannot control a terminal."""
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def rows(pairs: Iterable[tuple[str, str]], name_width: int = 18) -> str:
+    """Format one line per pair, names in a column of `name_width`; long texts wrap within their column.
+
+    Words are never broken, so that a long path can still be copied.
+    """
+    wrapper = textwrap.TextWrapper(
+        WIDTH, subsequent_indent=" " * name_width, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(wrapper.fill(printable(f"{name:<{name_width - 1}} {text}")) for name, text in pairs)
 
 
 def cleaned(value: Any) -> Any:

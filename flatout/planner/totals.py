@@ -7,6 +7,7 @@ from dataclasses import astuple, dataclass, replace
 
 from flatout.errors import counted
 from flatout.planner.memory.sizes import MemoryEstimate, MicroBatchSize
+from flatout.planner.steps.rounds import BoundsPlan, Rounds
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.planner.steps.training_plan import PlannedSamples, TrainingPlan
 
@@ -63,6 +64,10 @@ class PlanTotals:
     num_units: int | None = None
     """Units of the data set; None where each sample is one."""
     layout: str = "packed"
+    rounds: Rounds | None = None
+    """Of a run of rounds, whose other counts are bounds."""
+    answers_bytes: int = 0
+    """Keys and values of a rank's answers of a round, if all are sampled at once."""
 
 
 def add_up(
@@ -120,6 +125,7 @@ def add_up(
         num_shared_tokens=num_shared,
         num_units=None if plan.unit_offsets is None else plan.num_units,
         layout=plan.batch_layout.name,
+        rounds=plan.rounds if isinstance(plan, BoundsPlan) else None,
     )
 
 
@@ -150,23 +156,20 @@ def _forward_sums(passes: Iterable[tuple[PlannedSamples, StepPlan]]) -> tuple[in
 
 
 def totals_lines(totals: PlanTotals) -> Iterator[tuple[str, str]]:
-    """Yield the totals as pairs of name and text."""
+    """Yield the totals as pairs of name and text; those of rounds have bounds where other plans have counts."""
+    rounds, memory = totals.rounds, totals.memory
+    bound = "at most {}, without sampling" if rounds else "{}"
     held_out = f", {totals.num_held_out:,} held out" if totals.num_held_out else ""
-    each_step = f"{totals.num_micro_batches / totals.num_steps:.1f} per step"
-    largest = f"at most {totals.max_micro_batch_tokens:,} tokens each"
-    naive = f"{totals.num_naive_tokens:,} tokens of batches padded to their longest sample"
     yield "steps", f"{totals.num_steps:,}"
-    units = "" if totals.num_units is None else f" in {totals.num_units:,} units"
-    yield "samples", f"{totals.num_samples:,}{units}{held_out}, {counted(totals.epochs, 'epoch', '.4g')}"
-    yield "tokens", f"{totals.num_tokens:,}, {totals.label_share:.1%} of them label tokens"
-    yield (
-        "micro-batches",
-        f"{totals.num_micro_batches:,} on {counted(totals.num_ranks, 'rank')}, {each_step}, {largest}",
-    )
-    yield "padding avoided", f"{totals.padding_avoided:.1%} of the {naive} at the same budget"
-    if totals.padding_share:
-        why = "each sample is a padded row" if totals.layout == "rows" else "ranks that share a pass fill it up alike"
-        yield "padding", f"{totals.padding_share:.1%} of the tokens computed, as {why}"
+    if rounds:
+        yield "rounds", f"{rounds}{held_out}"
+        yield "answers", f"{rounds.num_rounds * rounds.prompts * rounds.group:,}"
+        yield "tokens", f"at most {totals.num_tokens:,} to train on, {totals.num_label_tokens:,} of them sampled"
+    else:
+        units = "" if totals.num_units is None else f" in {totals.num_units:,} units"
+        yield "samples", f"{totals.num_samples:,}{units}{held_out}, {counted(totals.epochs, 'epoch', '.4g')}"
+        yield "tokens", f"{totals.num_tokens:,}, {totals.label_share:.1%} of them label tokens"
+        yield from _passes(totals)
     if totals.num_shared_tokens:
         token_share = totals.num_shared_tokens / totals.num_tokens
         yield "prefixes", f"shared: {totals.num_shared_tokens:,} tokens, {token_share:.1%}, are not computed again"
@@ -179,21 +182,38 @@ def totals_lines(totals: PlanTotals) -> Iterator[tuple[str, str]]:
     if totals.num_reference_tokens:
         count = f"{totals.num_reference_tokens:,} tokens"
         yield "reference", f"{count} in forward passes before step 0, unless an earlier run has computed them"
+    flops = f"{totals.flops / 1e15:,.0f} PFLOP" if totals.flops >= 1e17 else f"{totals.flops / 1e15:.3g} PFLOP"
+    yield "compute", bound.format(flops)
+    if memory:
+        parts = ((name.replace("_", " "), size) for name, size in memory.parts.items() if size)
+        detail = ", ".join(f"{name} {memory_size(size)}" for name, size in parts)
+        yield "memory per rank", f"about {memory_size(memory.total_bytes)} (estimate: {detail})"
+    if memory and rounds:
+        state, answers = memory.state_bytes - memory.gradients_bytes, totals.answers_bytes
+        sizes = f"weights and optimizer {memory_size(state)}, keys and values of all its answers {memory_size(answers)}"
+        detail = f"{sizes}; fewer at once where memory is short"
+        yield "while sampling", f"about {memory_size(state + answers)} ({detail})"
+    if totals.time_s is not None:
+        minutes, seconds = divmod(round(totals.time_s), 60)
+        hours, minutes = divmod(minutes, 60)
+        yield "time", bound.format(f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s")
+    yield "fingerprint", totals.fingerprint
+
+
+def _passes(totals: PlanTotals) -> Iterator[tuple[str, str]]:
+    each_step = f"{totals.num_micro_batches / totals.num_steps:.1f} per step"
+    largest = f"at most {totals.max_micro_batch_tokens:,} tokens each"
+    naive = f"{totals.num_naive_tokens:,} tokens of batches padded to their longest sample"
+    ranks = counted(totals.num_ranks, "rank")
+    yield "micro-batches", f"{totals.num_micro_batches:,} on {ranks}, {each_step}, {largest}"
+    yield "padding avoided", f"{totals.padding_avoided:.1%} of the {naive} at the same budget"
+    if totals.padding_share:
+        why = "each sample is a padded row" if totals.layout == "rows" else "ranks that share a pass fill it up alike"
+        yield "padding", f"{totals.padding_share:.1%} of the tokens computed, as {why}"
     for balance in totals.balances:
         mark = " (this run)" if balance.num_ranks == totals.num_ranks else ""
         text = f"mean {balance.mean:.3f}, worst step {balance.worst:.3f} of planned FLOPs{mark}"
         yield f"balance, {counted(balance.num_ranks, 'rank')}", text
-    yield "compute", f"{totals.flops / 1e15:,.0f} PFLOP" if totals.flops >= 1e17 else f"{totals.flops / 1e15:.3g} PFLOP"
-    if memory := totals.memory:
-        parts = ("weights", "adapter", "gradients", "optimizer", "activations", "working", "reward_models")
-        sizes = {name.replace("_", " "): getattr(memory, f"{name}_bytes") for name in parts}
-        detail = ", ".join(f"{name} {memory_size(num_bytes)}" for name, num_bytes in sizes.items() if num_bytes)
-        yield "memory per rank", f"about {memory_size(memory.total_bytes)} (estimate: {detail})"
-    if totals.time_s is not None:
-        minutes, seconds = divmod(round(totals.time_s), 60)
-        hours, minutes = divmod(minutes, 60)
-        yield "time", f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
-    yield "fingerprint", totals.fingerprint
 
 
 def memory_size(num_bytes: int) -> str:

@@ -31,7 +31,7 @@ COLUMNS: Mapping[str, Column] = {
     ADVANTAGE: Column("float32", "token", "advantage of a sampled token"),
     SAMPLER_LOGPROB: Column("float32", "token", "log-probability of a token in the distribution it was drawn from"),
     ANSWERS: Column("float32", "sample", "for how many answers of its round it counts"),
-    "reward": Column("float32", "sample", "weighted sum of the rewards; NaN: not scored", partial=True),
+    "reward": Column("float64", "sample", "weighted sum of the rewards; NaN: not scored", partial=True),
     "ending": Column("int8", "sample", "why the answer ended: 0 stop token, 1 length, 2 positions"),
 }
 """What the store of a round has; a column `reward_NAME` a reward function comes to it."""
@@ -139,13 +139,13 @@ def write_round(
                 continue
             answers = [group.answers[index] for index in kept]
             counts, ids = [len(answer.token_ids) for answer in answers], [answer.token_ids for answer in answers]
-            rewards = np.array([group.rewards[index] for index in kept], np.float32)
+            rewards = np.array([group.rewards[index] for index in kept], np.float64)
             values: dict[str, NDArray[Any]] = {
                 PREFIX_TOKENS: np.array([len(prompt) - 1], np.int32),
                 ADVANTAGE: _after(prompt, np.repeat(advantages.values[start:end][kept], counts), counts),
                 SAMPLER_LOGPROB: _after(prompt, np.concatenate([answer.logprobs for answer in answers]), counts),
                 ANSWERS: np.full(len(kept), advantages.count, np.float32),
-                "reward": np.array(group.totals, np.float32)[kept],
+                "reward": np.array(group.totals, np.float64)[kept],
                 "ending": np.array([ENDINGS.index(answer.ending) for answer in answers], np.int8),
                 **{name: rewards[:, index] for index, name in enumerate(by_reward)},
             }

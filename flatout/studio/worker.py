@@ -126,26 +126,19 @@ def plan(
     config = _workspace().config(settings, overrides)
     emit(log="loading torch and transformers")
     from flatout.api.prepare import plan_config
-    from flatout.api.runs import Callback
+    from flatout.api.runs import MemoryCallback
 
-    class Page(Callback):
+    class Page(MemoryCallback):
         """Writes each stage as a line of the answer, and keeps events."""
-
-        def __init__(self) -> None:
-            self.events: list[tuple[str, Mapping[str, Any]]] = []
 
         def on_stage(self, name: str, text: str) -> None:
             emit(log=f"{name}: {text}")
 
-        def on_event(self, kind: str, facts: Mapping[str, Any]) -> None:
-            self.events.append((kind, facts))
-
     summary = plan_config(config, device, callback=(callback := Page()), tokens_per_s=tokens_per_s)
     totals, memory = summary.totals, summary.totals.memory
-    parts = ("weights", "adapter", "gradients", "optimizer", "activations", "working", "reward_models")
     return {
         "rows": list(summary.rows(callback.events)),
-        "memory_parts": {name: getattr(memory, f"{name}_bytes") for name in parts} if memory else {},
+        "memory_parts": memory.parts if memory else {},
         "num_steps": totals.num_steps,
         "num_tokens": totals.num_tokens,
         "padding_avoided": totals.padding_avoided,

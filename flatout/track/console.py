@@ -18,19 +18,28 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from flatout.io.redact import printable
+from flatout.io.redact import WIDTH, printable
 from flatout.track.callback import Callback
 from flatout.track.figures import console_figures, short_time
-from flatout.track.record import STEP, EvalRecord, RewardsRecord, RunEnd, StepRecord, describe_event, describe_record
+from flatout.track.record import (
+    ROUND,
+    STEP,
+    EvalRecord,
+    RewardsRecord,
+    RoundRecord,
+    RunEnd,
+    StepRecord,
+    describe_event,
+    describe_record,
+)
 from flatout.track.run_log import LineFollower, record_of
-from flatout.track.summary import WIDTH
 from flatout.track.tolerant_stream import TolerantStream
 
 # without a terminal, at least this many steps of a run are printed, and the next step after so many seconds
 PLAIN_LINES, STEP_LINE_S = 20, 20.0
-# after so many seconds without a line, one says what the run does; the longer time is for steps. In a pipe or a log,
-# the next line about the same phase comes after twice the time, and after the longer one at the latest.
-SILENT_S, SILENT_STEPS_S = 4.0, 29.0
+# after so many seconds without a line, one says what the run does; the longer time is for pipes and logs of a run that
+# has taken a step. There, the next line about a phase comes after twice the time, at the latest after the longer one.
+SILENT_S, SILENT_STEPS_S = 4.0, 59.0
 TICK_S = 0.5
 # columns of a line's name with a space, and of the bar
 INDENT, BAR_WIDTH = 11, 8
@@ -52,7 +61,7 @@ class ConsoleCallback(Callback):
     """See Callback for the methods. Use it as a context manager, so that a long phase never passes in silence.
 
     Without a terminal about PLAIN_LINES steps of a run are printed, or with `every_record` each step that is recorded;
-    in any case one every 30 s. A terminal leaves routine stages to train.log, unless it `shows_all`.
+    in any case a line every minute. A terminal leaves routine stages to train.log, unless it `shows_all`.
     `step_line_s` prints a step at least that often instead. `clock` is in seconds.
     """
 
@@ -81,6 +90,7 @@ class ConsoleCallback(Callback):
         self._lock, self._closing, self._thread = RLock(), Event(), Thread(target=self._keep_ticking, daemon=True)
         self._live: Live | None = None
         self._record: StepRecord | None = None
+        self.round: RoundRecord | None = None  # whose steps follow
         self._shown_step, self._shown_at_s, self._step_line_s = 0, -step_line_s, step_line_s
         self._phase, self._done, self._total = "", 0, 0
         self._phase_began_s = self._recorded_s = clock()
@@ -112,6 +122,7 @@ class ConsoleCallback(Callback):
         self.on_stage(*describe_record(record))
 
     def on_round(self, record: RewardsRecord) -> None:
+        self.round = record if isinstance(record, RoundRecord) else self.round
         self.on_stage(*describe_record(record))
 
     def on_event(self, kind: str, facts: Mapping[str, Any]) -> None:
@@ -124,7 +135,7 @@ class ConsoleCallback(Callback):
             if name != self._phase:
                 self._phase, self._phase_began_s = name, self._clock() - seconds
                 if name != "step":
-                    self._due_s = min(self._due_s, self._clock() + SILENT_S)
+                    self._due_s = min(self._due_s, self._clock() + self._silent_s)
             self._done, self._total = done, total
 
     def on_step(self, record: StepRecord) -> None:
@@ -144,7 +155,7 @@ class ConsoleCallback(Callback):
                 or self._recorded_s - self._shown_at_s >= self._step_line_s
             ):
                 self._shown_step, self._shown_at_s = record.step, self._recorded_s
-                self.on_stage("step", fit(step_parts(record), self._console.width - INDENT))
+                self.on_stage("step", fit(self._step_parts(record), self._console.width - INDENT))
 
     def on_end(self, end: RunEnd) -> None:
         with self._lock:
@@ -161,8 +172,11 @@ class ConsoleCallback(Callback):
         text.stylize(style, 0, styled)
         with self._lock:
             self._console.print(text, soft_wrap=True)
-            in_steps = self._phase == "step" and self._record is not None
-            self._due_s = self._clock() + (SILENT_STEPS_S if in_steps else SILENT_S)
+            self._due_s = self._clock() + self._silent_s
+
+    @property
+    def _silent_s(self) -> float:
+        return SILENT_S if self._record is None or self.is_terminal else SILENT_STEPS_S
 
     def tick(self) -> None:
         """Move what a terminal shows; elsewhere, say what the run does after a long silence. Called twice a second."""
@@ -198,6 +212,12 @@ class ConsoleCallback(Callback):
                 self._live.stop()
                 self._live = None
 
+    def _step_parts(self, record: StepRecord) -> list[str]:
+        """Return the parts of a step's line, the most important ones first; train.log and metrics.jsonl have all."""
+        reward = self.round.reward if self.round else None
+        shown = [] if reward is None else [ROUND["reward"].text(reward)]
+        return [f"{record.step}/{record.num_steps}", *shown, *console_figures(record, STEP)]
+
     def _phase_text(self) -> str:
         of_total = f" of {self._total:,}" if self._total else ""
         return f"{self._phase} {self._done:,}{of_total}" if self._done else self._phase
@@ -210,8 +230,8 @@ class ConsoleCallback(Callback):
             parts.append(f"{short_time(round(phase_s / done * (total - done)))} left")
         if record is not None:
             done, total = record.step, record.num_steps
-            waited_s = now_s - self._recorded_s if self._phase == "step" else 0.0
-            figures = step_parts(replace(record, eta_s=max(0.0, record.eta_s - waited_s)))
+            waited_s = now_s - self._recorded_s if self._phase in ("", "step") else 0.0
+            figures = self._step_parts(replace(record, eta_s=max(0.0, record.eta_s - waited_s)))
             parts = figures if self._phase in ("", "step") else [figures[0], *parts, *figures[1:]]
         line = Table.grid(padding=(0, 1))
         bar: list[RenderableType] = [ProgressBar(total, done, width=BAR_WIDTH)] if total else []
@@ -261,14 +281,11 @@ class RankOutput:
             record = record_of(line)
             if isinstance(record, StepRecord):
                 self._console.on_step(record)
+            elif isinstance(record, RoundRecord):
+                self._console.round = record
             elif isinstance(record, EvalRecord) and self._console.tabulates:
                 self._console.on_eval(record)
         self._stream.flush()
-
-
-def step_parts(record: StepRecord) -> list[str]:
-    """Return the parts of a step's line, the most important ones first; train.log and metrics.jsonl have all."""
-    return [f"{record.step}/{record.num_steps}", *console_figures(record, STEP)]
 
 
 def fit(parts: Sequence[str], width: int) -> str:

@@ -117,7 +117,8 @@ class NotebookConsole(ConsoleCallback):
         for step in steps:
             record, evaluation = self._steps.get(step), self._evals.get(step)
             of_step = ("loss", "tokens_per_s", "eta_s")
-            loss, *others = (STEP[name].write(getattr(record, name)) if record else "" for name in of_step)
+            values = {name: getattr(record, name, None) for name in of_step}
+            loss, *others = ("" if value is None else STEP[name].write(value) for name, value in values.items())
             best = " (best)" if evaluation and evaluation.is_best else ""
             evaluated = f"{EVAL['eval_loss'].write(evaluation.eval_loss)}{best}" if evaluation else ""
             row = [f"{step:,}", loss, evaluated, *others]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -15,7 +15,8 @@ from flatout.track.start_up import describe_start
 # all loads of 48 layers with 128 experts are 30 kB
 MAX_EXPERT_MAPS = 16
 
-_loss, _percent, _count = "{:.4f}".format, "{:.1%}".format, "{:,.0f}".format
+# z: a loss that rounds to zero has no sign
+_loss, _percent, _count = "{:z.4f}".format, "{:.1%}".format, "{:,.0f}".format
 # rows that differ in few columns
 _counted = partial(Figure, ranks="sum")
 _rate = partial(Figure, unit="tokens/s", ranks="sum", steps="rate", write=_count, chart="Throughput")
@@ -31,8 +32,9 @@ class StepRecord:
     step: Annotated[int, Figure("steps that are complete, from 1", "steps")]
     num_steps: Annotated[int, Figure("steps of the whole run", "steps")]
     epoch: Annotated[float, Figure("passes over the data so far", "epochs")]
-    loss: Annotated[float, Figure(
-        "the objective's loss over the global step, such as the mean over label tokens; without losses of routers",
+    loss: Annotated[float | None, Figure(
+        "the objective's loss over the global step, such as the mean over label tokens; without losses of routers; "
+        "null, as lr, grad_norm and the objective's figures, if the step had nothing to learn from and was skipped",
         "nats per label token, or the objective's unit", ranks="sum", better="less", write=_loss, line="loss {}",
         console=1, chart="Loss", label="training", has_log=True,
     )]  # fmt: skip
@@ -40,11 +42,11 @@ class StepRecord:
         "share of label tokens whose most likely token is the label; null if the objective has none",
         "share", ranks="sum", better="more", write=_percent, line="acc {}", chart="Token accuracy", label="training",
     )]  # fmt: skip
-    lr: Annotated[float, Figure(
+    lr: Annotated[float | None, Figure(
         "learning rate of the update", write="{:.2e}".format, line="lr {}", chart="Learning rate",
         label="learning rate", from_zero=True, is_smooth=True,
     )]  # fmt: skip
-    grad_norm: Annotated[float, Figure(
+    grad_norm: Annotated[float | None, Figure(
         "L2 norm of all gradients before clipping", "before clipping", ranks="sum", write="{:.2f}".format,
         line="norm {}", chart="Gradient norm", label="gradient norm", has_log=True,
     )]  # fmt: skip
@@ -265,18 +267,26 @@ class RoundRecord:
     )]  # fmt: skip
     no_signal_share: Annotated[float, Figure(
         "share of groups whose rewards are equal, which are not trained", "share", ranks="sum", write=_percent,
-        line="{} without signal", chart="Shares of answers", label="groups without signal",
+        line="{} no signal", chart="Shares of answers", label="groups without signal",
     )]  # fmt: skip
     sample_s: Annotated[float, Figure("time until the last rank had its answers", "s", ranks="max", write=short_time)]
     score_s: Annotated[float, Figure("time until the last rank had its scores", "s", ranks="max", write=short_time)]
     wait_s: Annotated[float, Figure("time that ranks waited for the one with the longest answers", "s", ranks="mean")]
-    new_tokens_per_s: Annotated[float, _rate("sampled tokens", line="{} new tok/s", label="sampled tokens")]
+    new_tokens_per_s: Annotated[float, _rate("sampled tokens", line="{} tok/s", label="sampled tokens")]
     problems: Mapping[str, int] = field(default_factory=dict)
     """Answers that a reward function failed on, by function."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The mean of each reward function, as reward/NAME."""
     shown: tuple[RatedAnswer, ...] = ()
     """The answers with the greatest and the least rewards."""
+
+    @property
+    def why_untrained(self) -> str:
+        """Why none of its answers is trained, if none is."""
+        why = "no group had different rewards of answers that are trained"
+        if self.no_signal_share == 1 or self.num_unscored == self.num_answers:
+            why = "all rewards of each group were equal" if self.no_signal_share == 1 else "no answer was scored"
+        return f"{why}, so there was nothing to learn from"
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,6 +412,8 @@ def describe_record(record: Record) -> tuple[str, str]:
     if isinstance(record, AnswersRecord):
         done = record.skipped or f"{len(record.answers)} prompts answered in {record.answer_s:.1f} s"
         return "answers", f"step {record.step}: {done}"
+    if isinstance(record, RewardsRecord) and len(record.metrics) == 1:
+        record = replace(record, metrics={})  # the only function's mean is the reward, but for its weight
     if isinstance(record, RoundRecord):
         failed = "".join(f"  {name} failed on {count:,}" for name, count in record.problems.items() if count)
         return "round", f"{record.round}: {log_line(record, ROUND)}{failed}"
@@ -432,5 +444,9 @@ def describe_event(kind: str, facts: Mapping[str, Any]) -> str:
         return f"{where}{count:,} evaluation samples are also in the training data; remove the duplicate rows"
     if kind in BAD_RESULTS or facts.keys() == {"why"}:
         return str(facts["why"])
-    hidden = ("staged_s", "copied_s", "step") if kind == "saved" else ()
-    return "  ".join(f"{name} {value}" for name, value in facts.items() if name not in hidden)
+    if kind == "saved":
+        took = f" in {facts['save_s']} s" if "save_s" in facts else ""
+        return f"{facts.get('path')}{took}{' (best)' if facts.get('best') else ''}"
+    if facts.keys() == {"step", "why"}:
+        return f"step {facts['step']}: {facts['why']}"
+    return "  ".join(f"{name} {value}" for name, value in facts.items())

@@ -156,6 +156,12 @@ class RunLog(SideFiles):
     """Who held it last."""
 
     @property
+    def by_kind(self) -> dict[str, list[Any]]:
+        """Its records, as KINDS names them."""
+        own = (self.steps, self.evals, self.answers, self.rounds, self.held_out)
+        return dict(zip(KINDS, own, strict=True))
+
+    @property
     def state(self) -> str:
         """running, complete, stopped, failed, killed, damaged: its start.json or end.json cannot be read, or not ended:
         on another host, whose lock may be unseen here."""
@@ -169,7 +175,7 @@ class RunLog(SideFiles):
 
 
 class RunFollower:
-    """Follows a run folder: `poll` reads what is new into `log` and returns True if there was anything."""
+    """Follows a run folder: `poll` reads what is new into `log` and `newest`, and returns if there was anything."""
 
     def __init__(self, folder: Path, *, from_end: bool = False) -> None:
         """Raises DataError for a folder that is not a run's; `from_end` leaves out what is there by now."""
@@ -179,6 +185,7 @@ class RunFollower:
         paths = [folder / f"{name}.jsonl" for name in ("metrics", "answers", "events")]
         self._files = [LineFollower(path, path.stat().st_size if from_end and path.exists() else 0) for path in paths]
         self._pictures, self._num_unknown = RecordedPictures(folder), 0
+        self.newest: list[Record | Mapping[str, Any]] = []
 
     def news(self) -> Iterator[Record | Mapping[str, Any]]:
         """Yield the records since the last call, with their pictures, and the lines of events."""
@@ -193,16 +200,13 @@ class RunFollower:
 
     def poll(self) -> bool:
         """Read what is new."""
-        log, has_news = self.log, False
+        log = self.log
         # first, so that no line is missed that was written before the end, and no end of a run that lets go now
         log.holder, log.last_holder = holder_of(log.folder), last_holder_of(log.folder)
         side = read_side_files(log.folder)
-        kinds: dict[type, list[Any]] = {
-            StepRecord: log.steps, EvalRecord: log.evals, AnswersRecord: log.answers, RoundRecord: log.rounds,
-            HeldOutRecord: log.held_out,
-        }  # fmt: skip
-        for one in self.news():
-            has_news = True
+        kinds = {KINDS[kind]: records for kind, records in log.by_kind.items()}
+        self.newest = list(self.news())
+        for one in self.newest:
             if isinstance(one, Mapping):
                 log.events.append(one)
                 continue
@@ -210,7 +214,7 @@ class RunFollower:
             while (records := kinds[type(one)]) and records[-1].step >= one.step:
                 records.pop()
             records.append(one)
-        has_news = has_news or vars(log) | vars(side) != vars(log)
+        has_news = bool(self.newest) or vars(log) | vars(side) != vars(log)
         vars(log).update(vars(side))
         log.num_bad_lines = sum(file.num_bad for file in self._files) + self._num_unknown
         return has_news

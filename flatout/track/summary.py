@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,30 +11,40 @@ from typing import Literal
 
 from flatout.config.folders import SETTINGS_FILES
 from flatout.io.redact import printable
+from flatout.io.redact import rows as screen_rows
 from flatout.track.figures import named, short_count, short_time
-from flatout.track.record import BAD_RESULTS, EVAL, STEP, EvalRecord, StepRecord
+from flatout.track.record import BAD_RESULTS, FIGURES, KINDS, STEP, StepRecord
 from flatout.track.run_log import RunLog
 
-WIDTH = 80
 # steps after each start that allocate, compile and fill caches; rates leave them out
 WARM_UP_STEPS = 3
 # events of every healthy run; all others are counted in the summary
 ROUTINE_EVENTS = {"saved", "compiled", "changed", "stopped", "removed", "kept", "rows", "start_up", "learning_rate"}
 # losses of single steps are noisy: compare means of this share of the records, at least MIN_COMPARED
 COMPARED_SHARE, MIN_COMPARED = 0.1, 3
-# an evaluation counts as worse if it lost more than this share of what training had gained
-NOTABLE_SHARE = 0.01
+# an evaluation counts as worse if it lost more than this share of what training had gained; rewards are noisier
+NOTABLE_SHARE = {"eval": 0.01, "held_out": 0.25}
+# what a run is judged by: the field of its records of a kind
+JUDGED = {"step": "loss", "eval": "eval_loss", "round": "reward", "held_out": "reward"}
+JUDGED_ROWS = {kind: FIGURES[KINDS[kind]][name] for kind, name in JUDGED.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class EvalSummary:
-    """Evaluation losses of a run."""
+    """A figure that a run is judged by."""
 
     first: float
     last: float
     best: float
     best_step: int
     """The steps that were complete before the best one."""
+    kind: str = "eval"
+    """That of their records."""
+
+    @property
+    def texts(self) -> list[str]:
+        """The first, the last and the best."""
+        return list(map(JUDGED_ROWS[self.kind].write, (self.first, self.last, self.best)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +77,12 @@ class RunSummary:
     num_planned_steps: int
     saved_step: int
     """The last checkpoint's."""
-    first_loss: float | None
-    """The first recorded step's."""
-    last_loss: float | None
-    """The last recorded step's."""
+    trained: EvalSummary | None
+    """The loss of steps, or the reward of rounds, whose loss says nothing."""
     last_metrics: Mapping[str, float]
+    """None of a run of rounds."""
     evaluation: EvalSummary | None
+    """The loss, or the reward of held-out prompts."""
     evaluation_by_data: Mapping[str, EvalSummary]
     num_tokens: int
     num_label_tokens: int
@@ -99,7 +108,10 @@ def summarize(log: RunLog) -> RunSummary:
     rated_s = sum(map(seconds_of, rated))
     of_peak = [step.mfu * seconds_of(step) for step in rated if step.mfu is not None]
     events = Counter(str(event.get("kind")) for event in log.events)
-    evaluation = _summarize_losses({one.step: one.eval_loss for one in log.evals}, log.evals)
+    marked = [one.step for one in log.evals if one.is_best]
+    trained, evaluation, rounds, held_out = (
+        _summarize(kind, judged_values(log, kind), marked if kind == "eval" else ()) for kind in JUDGED
+    )
     return RunSummary(
         name=start.name if start else log.folder.name,
         outcome=end.outcome if end else None,
@@ -108,14 +120,13 @@ def summarize(log: RunLog) -> RunSummary:
         num_steps=steps[-1].step if steps else 0,
         num_planned_steps=steps[-1].num_steps if steps else start.plan.num_steps if start else 0,
         saved_step=int(max(_numbers(log, "saved", "step"), default=0)),
-        first_loss=steps[0].loss if steps else None,
-        last_loss=steps[-1].loss if steps else None,
-        last_metrics=steps[-1].metrics if steps else {},
-        evaluation=evaluation,
+        trained=rounds or trained,
+        last_metrics=steps[-1].metrics if steps and not log.rounds else {},
+        evaluation=evaluation or held_out,
         evaluation_by_data={
             name: summary
             for name in dict.fromkeys(name for one in log.evals for name in one.by_data)
-            if (summary := _summarize_losses({e.step: e.by_data[name].loss for e in log.evals if name in e.by_data}))
+            if (summary := _summarize("eval", {e.step: e.by_data[name].loss for e in log.evals if name in e.by_data}))
         },
         num_tokens=round(sum(step.tokens_per_s * seconds_of(step) for step in steps)),
         num_label_tokens=round(sum(step.label_tokens_per_s * seconds_of(step) for step in steps)),
@@ -126,7 +137,7 @@ def summarize(log: RunLog) -> RunSummary:
         peak_memory_bytes=max((step.peak_memory_bytes for step in steps), default=0),
         lost=lost_time(log),
         events={kind: count for kind, count in events.items() if kind not in ROUTINE_EVENTS},
-        warnings=tuple(_warnings(log, evaluation)),
+        warnings=tuple(_warnings(log, evaluation or held_out)),
     )
 
 
@@ -201,14 +212,14 @@ def summary_lines(summary: RunSummary, commands: Sequence[str], *, is_short: boo
     if summary.state not in ("complete", "running") and summary.num_steps:
         saved = f"at step {summary.saved_step:,}, where the same command continues"
         rows.append(("saved", saved if summary.saved_step else "never: the same command begins again at step 0"))
-    if summary.first_loss is not None:
+    if summary.num_steps:
         rows[0] = ("summary", f"{rows[0][1]} in {short_time(summary.train_s)} of training")
-        first, last = (STEP["loss"].write(loss or 0.0) for loss in (summary.first_loss, summary.last_loss))
-        rows.append(("loss", f"{first} first, {last} last"))
+    if one := summary.trained:
+        rows.append((JUDGED[one.kind], "{} first, {} last".format(*one.texts)))
     rows += [(name, f"{named(name).write(value)} last") for name, value in summary.last_metrics.items()]
     if one := summary.evaluation:
-        rows.append(("eval", _describe_losses(one)))
-    rows += [("", f"{name}: {_describe_losses(one)}") for name, one in summary.evaluation_by_data.items()]
+        rows.append((one.kind, _describe(one)))
+    rows += [("", f"{name}: {_describe(one)}") for name, one in summary.evaluation_by_data.items()]
     if summary.tokens_per_s is not None:
         mfu = "" if summary.mfu is None else f", {STEP['mfu'].text(summary.mfu)}"
         without = f" (without {summary.num_warm_up_records} warm-up records)" if summary.num_warm_up_records else ""
@@ -224,41 +235,46 @@ def summary_lines(summary: RunSummary, commands: Sequence[str], *, is_short: boo
         rows.append(("events", ", ".join(f"{count} {kind}" for kind, count in summary.events.items())))
     rows += [("warning", warning) for warning in summary.warnings]
     if is_short:
-        rows = [(name, text) for name, text in rows if name in ("summary", "saved", "loss")]
-    wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent=" " * 11, break_long_words=False, break_on_hyphens=False)
-    wrapped = [line for name, text in rows for line in wrapper.wrap(printable(f"{name:<10} {text}"))]
-    lines = [line.replace("\xa0", " ") for line in wrapped]
+        rows = [(name, text) for name, text in rows if name in ("summary", "saved", "loss", "reward", "held_out")]
+    lines = screen_rows(rows, 11).replace("\xa0", " ").splitlines()
     # a command stays on one line, to be copied
     return lines + [printable(f"{'' if index else 'next':<10} {command}") for index, command in enumerate(commands)]
 
 
-def _summarize_losses(losses: Mapping[int, float], evals: Sequence[EvalRecord] = ()) -> EvalSummary | None:
-    """Return the summary of losses by step; `evals` say which one the run itself took for the best."""
-    if not losses:
+def judged_values(log: RunLog, kind: str) -> dict[int, float]:
+    """Return what records of a kind are judged by, by step, as far as it is known."""
+    return {one.step: value for one in log.by_kind[kind] if (value := getattr(one, JUDGED[kind])) is not None}
+
+
+def _summarize(kind: str, values: Mapping[int, float], marked: Sequence[int] = ()) -> EvalSummary | None:
+    """Return the summary of values by step; the last of `marked` is what the run itself took for the best."""
+    if not values:
         return None
-    best_step = next((one.step for one in reversed(evals) if one.is_best), min(losses, key=lambda step: losses[step]))
-    in_order = list(losses.values())
-    return EvalSummary(in_order[0], in_order[-1], losses[best_step], best_step)
+    best_of = min if JUDGED_ROWS[kind].better == "less" else max
+    best_step = marked[-1] if marked else best_of(values, key=lambda step: values[step])
+    in_order = list(values.values())
+    return EvalSummary(in_order[0], in_order[-1], values[best_step], best_step, kind)
 
 
-def _describe_losses(one: EvalSummary) -> str:
-    first, last, best = map(EVAL["eval_loss"].write, (one.first, one.last, one.best))
-    best = "the best" if one.last == one.best else f"{best} best, after step {one.best_step:,}"
+def _describe(one: EvalSummary) -> str:
+    first, last, best = one.texts
+    best = "the best" if last == best else f"{best} best, after step {one.best_step:,}"
     return f"{first} first, {last} last, {best}"
 
 
 def _warnings(log: RunLog, evaluation: EvalSummary | None) -> list[str]:
-    warnings = []
-    evals, num = log.evals, max(MIN_COMPARED, int(COMPARED_SHARE * len(log.steps)))
-    if evaluation and len(evals) > 1:
-        if min(one.eval_loss for one in evals[1:]) >= evaluation.first:
-            first = EVAL["eval_loss"].write(evaluation.first)
-            warnings.append(f"no evaluation was better than the first, {first}: lower optim.lr")
-        elif evaluation.last - evaluation.best > NOTABLE_SHARE * (evaluation.first - evaluation.best):
-            best, last = map(EVAL["eval_loss"].write, (evaluation.best, evaluation.last))
+    warnings, losses = [], [] if log.rounds else list(judged_values(log, "step").values())
+    num = max(MIN_COMPARED, int(COMPARED_SHARE * len(log.steps)))
+    kind, sign = ("eval", 1) if log.evals else ("held_out", -1)
+    costs = [sign * value for value in judged_values(log, kind).values()]
+    if evaluation and len(costs) > 1:
+        (first, last, best), least = evaluation.texts, sign * evaluation.best
+        if min(costs[1:]) >= costs[0]:
+            remedy = ": lower optim.lr" if log.evals else "; `flatout rollouts` shows what was sampled"
+            warnings.append(f"no evaluation was better than the first, {first}{remedy}")
+        elif costs[-1] - least > NOTABLE_SHARE[kind] * (costs[0] - least):
             where = f"step {evaluation.best_step:,}, {best} to {last}"
             warnings.append(f"the evaluation got worse after {where}: train fewer steps, or use best/")
-    losses = [step.loss for step in log.steps]
     if len(losses) >= 2 * num and sum(losses[-num:]) >= sum(losses[:num]):
         warnings.append(f"the loss of the last {num} records is not lower than of the first {num}")
     warnings += dict.fromkeys(str(event.get("why")) for event in log.events if event.get("kind") in BAD_RESULTS)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from importlib import metadata
 from typing import Any
 
 import numpy as np
 import torch
 
-from flatout import __version__
+from flatout.checkpoint.manifest import versions
 from flatout.config.read import flatten
 from flatout.config.schema import Config
 from flatout.errors import DataError
@@ -277,22 +275,11 @@ def run_start(run: TrainingRun, gpus: tuple[GpuFacts, ...]) -> RunStart:
         num_parameters=planned.shape.num_params,
         num_trained_parameters=sum(math.prod(run.strategy.whole_shape(parameter)) for parameter in trained),
         model_text=str(run.model)[:MAX_MODEL_TEXT],
-        versions=versions(),
+        versions=versions(PACKAGES),
         settings=dict(flatten(redacted(config.model_dump(mode="json")))),
         plan=plan_facts(replace(planned, memory=run.memory), config),
         scores=planned.scoring is not None,
     )
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of flatout, Python and the packages that compute, as far as they are installed."""
-    version_of = {"flatout": __version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            version_of[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return version_of
 
 
 def plan_facts(planned: PlannedRun, config: Config) -> PlanFacts:
@@ -306,7 +293,8 @@ def plan_facts(planned: PlannedRun, config: Config) -> PlanFacts:
     estimate = memory.estimate(largest.size)
     lengths = plan.samples.lengths
     edges = np.unique(np.linspace(0, int(lengths.max()) + 1, NUM_LENGTH_BINS + 1).astype(np.int64))
-    shown = [plan.step(index) for index in range(min(NUM_PACKED_STEPS, plan.num_steps))]
+    num_shown = 0 if planned.data.rollouts else min(NUM_PACKED_STEPS, plan.num_steps)  # steps of rounds have bounds
+    shown = [plan.step(index) for index in range(num_shown)]
     last = plan.step(plan.num_steps - 1)
     # each step of rounds takes all samples of its bounds, however few prompts those are
     takes = TrainingPlan.epoch_after(plan, last)
@@ -326,7 +314,7 @@ def plan_facts(planned: PlannedRun, config: Config) -> PlanFacts:
         balance=sum(step.balance for step in sampled) / len(sampled),
         memory_bytes=None if estimate is None else estimate.total_bytes,
         length_edges=tuple(edges.tolist()),
-        length_counts=tuple(np.histogram(lengths, edges)[0].tolist()),
+        length_counts=tuple(np.histogram(lengths, edges)[0].tolist()) if shown else (),
         packing=tuple(tuple(tuple(_lengths(plan, batch) for batch in rank) for rank in step.by_rank) for step in shown),
         padded=tuple(tuple(tuple(map(tuple, rank)) for rank in plan.naive_batches(step)) for step in shown),
     )

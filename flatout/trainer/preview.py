@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -23,6 +23,7 @@ from flatout.planner.memory.budget import (
     longest_document_tokens,
     memory_model,
 )
+from flatout.planner.memory.estimate import ELEMENT_BYTES
 from flatout.planner.settings import PlanSettings
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.planner.steps.training_plan import PlannedSamples
@@ -63,7 +64,7 @@ class PlanSummary:
             more = f"; {SMALLER}, or name a GPU to plan for" if total > has else f", {has - total:.1f} to spare"
             yield "does not fit" if total > has else "fits", sizes + more
         yield from totals_lines(self.totals)
-        if not self.totals.num_shared_tokens:
+        if not (self.totals.num_shared_tokens or self.totals.rounds):
             yield "prefixes", self.planned.sharing
         if layout.context_ranks > 1:
             yield "context", f"{layout.context_ranks} ranks share each micro-batch, and count as one rank above"
@@ -118,15 +119,19 @@ def summarize_plan(
 ) -> PlanSummary:
     """Go through every step of a plan. `tokens_per_s`, over all ranks, adds a time estimate."""
     decision, layout, device = planned.memory, planned.parallel_layout, planned.device
-    settings = planned.data.settings
+    settings, rollouts = planned.data.settings, planned.data.rollouts
     on_cpu = device is None and (config.wanted_device == "cpu" or not torch.cuda.is_available())
     model = decision.model or memory_model(settings, planned.shape, CPU if on_cpu else ANY_DEVICE, layout)
     totals = add_up(
         planned.plan,
-        num_held_out=planned.store.num_samples - planned.plan.num_samples,
+        num_held_out=len(rollouts.held_out_ids) if rollouts else planned.store.num_samples - planned.plan.num_samples,
         tokens_per_s=tokens_per_s,
         memory_of=lambda size: model.estimate(size, decision.recompute, accumulates=decision.accumulates),
     )
+    if rollouts:
+        width = sum(layer.key_width for layer in planned.shape.layers) * ELEMENT_BYTES[model.precision]
+        num_answers = -(-rollouts.rounds.prompts // totals.num_ranks) * rollouts.rounds.group
+        totals = replace(totals, answers_bytes=num_answers * int(planned.plan.samples.lengths.max()) * width)
     kl_plan = planned.kl_pairs and planned.kl_pairs.plan
     estimates = ((kl_plan, step) for step in kl_plan.steps()) if kl_plan else ()
     totals = with_forward_passes(totals, estimates, _reference_passes(planned))

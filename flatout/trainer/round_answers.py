@@ -60,8 +60,8 @@ class RoundFile:
 
 def collect_round(
     run: TrainingRun, prompts: RolloutPrompts, index: int, lengths: Mapping[int, float]
-) -> TokenStore | None:
-    """Sample and score a round, and write the answers to train; None if none has a signal. Collective.
+) -> tuple[str | None, str]:
+    """Sample and score a round; return what identifies the written answers to train, or None and why. Collective.
 
     Each rank samples and scores its own prompts, of about the same expected number of tokens, and waits for the others
     only once its answers are on disk. Raises PassesStopped, ResourceError, and what `Rewards.score` raises.
@@ -89,16 +89,17 @@ def collect_round(
 
     by_rank = _unless_stopped(run, work)
 
-    def write() -> str | None:
+    def write() -> tuple[str | None, str]:
         groups = [one for _, one in sorted(journal.groups().items())]
         digest, record = _write(run, prompts, index, groups, by_rank)
         DurableIO().write_json(folder.with_suffix(".json"), asdict(RoundFile(digest, identity, record)))
         DurableIO().remove_tree(journal.folder)
         _remove_old(run, index)
         run.reporter.record(record)
-        return digest
+        return digest, record.why_untrained
 
-    return TokenStore.open(folder) if group.run_on_first_rank(write) is not None else None
+    written: tuple[str | None, str] = group.run_on_first_rank(write)
+    return written
 
 
 def held_out_reward(run: TrainingRun, prompts: RolloutPrompts) -> float | None:

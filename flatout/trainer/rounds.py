@@ -51,21 +51,23 @@ def rounds_of(run: TrainingRun) -> Iterator[TrainingRun]:
         if run.progress.stopped_early:
             return
         run.watch.set_phase("sample", run.progress.step)
-        if (store := open_round(run, prompts, index, lengths)) is not None:
+        store, why_none = open_round(run, prompts, index, lengths)
+        if store is not None:
             counts = np.diff(store.offsets)
             lengths |= {int(row) - 1: float(counts[store.rows == row].mean()) for row in np.unique(store.rows)}
         run.progress.round_store = None if store is None else digest_of(store)
-        yield with_round(run, index, store)
+        yield with_round(run, index, store, why_none)
 
 
-def with_round(run: TrainingRun, index: int, store: TokenStore | None) -> TrainingRun:
-    """Return the run with the steps of a round, whose loader reads its answers; None: no answer is trained."""
+def with_round(run: TrainingRun, index: int, store: TokenStore | None, why_none: str) -> TrainingRun:
+    """Return the run with the steps of a round, whose loader reads its answers; None, and why: none is trained."""
     planned, plan = run.planned, run.plan
     assert isinstance(plan, BoundsPlan)
     if store is None:
         none, normalizers = Samples(np.zeros(0, np.int64), np.zeros(0, np.int64)), planned.normalizers
         normalizers = replace(normalizers, values=dict.fromkeys(normalizers.values, np.zeros(0)))
-        return replace(run, planned=replace(planned, plan=plan.of_round(index, none), normalizers=normalizers))
+        steps = plan.of_round(index, none, why_none)
+        return replace(run, planned=replace(planned, plan=steps, normalizers=normalizers))
     store = with_rollout_columns(store)
     for name in planned.objective.reference_columns:
         store = with_reference(store, name)
@@ -85,18 +87,18 @@ def with_round(run: TrainingRun, index: int, store: TokenStore | None) -> Traini
 
 def open_round(
     run: TrainingRun, prompts: RolloutPrompts, index: int, lengths: Mapping[int, float]
-) -> TokenStore | None:
-    """Return the answers of a round that are trained, of an earlier start or sampled now; None for none. Collective.
+) -> tuple[TokenStore | None, str]:
+    """Return the answers of a round to train, of an earlier start or sampled now, or None and why. Collective.
 
     Raises as `collect_round`, and CheckpointError if a step is complete, and its answers are missing or other ones.
     """
     folder, is_begun = round_folder(run.config.folder, index + 1), run.progress.step > index * prompts.rounds.steps
     file = folder.with_suffix(".json")
 
-    def look() -> list[str | None]:
-        """Return what identifies the answers; empty without any."""
+    def look() -> tuple[str | None, str] | None:
+        """Return what `collect_round` does; None for a round that is still to be sampled."""
         if not (is_begun or file.exists()):
-            return []
+            return None
         try:
             said = validated(_ROUND_FILE, read_json(file, DataError), str(file), DataError)
             own = run.progress.round_store if is_begun else identity_of(run, prompts, index)
@@ -115,15 +117,14 @@ def open_round(
                     f"{error.text}; restore them, or remove this checkpoint, so that an earlier one goes on"
                 ) from error
             run.reporter.event("round_again", {"round": index + 1, "why": error.text})
-            return []
+            return None
         # the start before may have ended between the round and these
         run.reporter.record(said.record)
         DurableIO().remove_tree(journal_folder(folder))
-        return [said.digest]
+        return said.digest, said.record.why_untrained
 
-    if not (there := run.checkpoints.group.run_on_first_rank(look)):
-        return collect_round(run, prompts, index, lengths)
-    return TokenStore.open(folder) if there[0] is not None else None
+    digest, why_none = run.checkpoints.group.run_on_first_rank(look) or collect_round(run, prompts, index, lengths)
+    return TokenStore.open(folder) if digest is not None else None, why_none
 
 
 def read_rewards(config: Config, reporter: Reporter, group: ControlGroup) -> Rewards:

@@ -77,18 +77,7 @@ class Result:
 
     folder: Path
     final_dir: Path
-    num_steps: int
     progress: Progress
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Real tokens per second over all training steps."""
-        return self.progress.num_tokens / self.progress.elapsed_s
-
-    @property
-    def padding_avoided(self) -> float:
-        """Share of a naive loader's tokens that would have been padding."""
-        return 1.0 - self.progress.num_tokens / self.progress.num_naive_tokens
 
 
 # how the console names the phases of a loop
@@ -222,7 +211,7 @@ def set_up_and_train(
     final_dir = config.folder / "final"
     if progress is not None:
         reporter.stage("done", f"already complete after {progress.step} steps; see {final_dir}")
-        return Result(config.folder, final_dir, planned.plan.num_steps, progress)
+        return Result(config.folder, final_dir, progress)
     if rank.is_first:
         write_settings(config, reporter)
     if checkpoint is not None:
@@ -244,7 +233,7 @@ def set_up_and_train(
         if rank.is_first:
             reporter.start(run_start(run, gpus))
         run_to_end(run, final_dir)
-    return Result(config.folder, final_dir, run.plan.num_steps, run.progress)
+    return Result(config.folder, final_dir, run.progress)
 
 
 def write_settings(config: Config, reporter: Reporter) -> None:

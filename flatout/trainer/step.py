@@ -46,13 +46,13 @@ from flatout.trainer.step_guards import SKIPPED_SPIKE, guard_spike, require_fini
 class StepOutcome:
     """The result of one step."""
 
-    loss: float
-    """The mean over the step, divided by its normalizer."""
+    loss: float | None
+    """The mean over the step, divided by its normalizer; None, as norm and rate, if there was nothing to learn."""
     metrics: Mapping[str, float]
     """The objective's other means, by name."""
-    grad_norm: float
+    grad_norm: float | None
     """The global L2 norm before clipping."""
-    lr: float
+    lr: float | None
     skipped: str | None = None
     """Why no update was made; None: it was."""
     rank_figures: tuple[RankFigures, ...] = field(default=(), compare=False)
@@ -104,7 +104,7 @@ def sum_totals(run: TrainingRun, figures: RankFigures, values: Tensor, aux_loss_
 
 
 def skip_step(run: TrainingRun) -> Pending:
-    """Skip a step without label tokens, which all ranks do alike; its outcome has the ranks' figures all the same."""
+    """Skip a step without label tokens, which all ranks do alike; its outcome has the ranks' figures alone."""
     run.rank_meter.start_step(run.loader.wait_s)
     figures = run.rank_meter.figures(run.loader.wait_s)
     nothing = torch.zeros(0, dtype=torch.float64, device=run.device)
@@ -115,8 +115,7 @@ def skip_step(run: TrainingRun) -> Pending:
         if read.num_stopping:
             discard_step(run)
             return None
-        metrics = dict.fromkeys(run.planned.objective.metrics, 0.0)
-        return StepOutcome(0.0, metrics, 0.0, 0.0, "no label tokens", read.rank_figures or (figures,))
+        return StepOutcome(None, {}, None, None, run.plan.why_empty, read.rank_figures or (figures,))
 
     return wait
 

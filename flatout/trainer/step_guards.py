@@ -85,24 +85,24 @@ def not_finite(run: TrainingRun, what: str) -> NumericError:
     return NumericError(f"{what}; check these rows, or lower optim.lr", [Fix({"model.precision": "fp32"})])
 
 
-def tell_divergence(run: TrainingRun, step: StepPlan, loss: float) -> None:
+def tell_divergence(run: TrainingRun, step: StepPlan, loss: float | None) -> None:
     """Tell once that training diverged: a loss that is finite, but far above the first one.
 
     A person's own loss may start anywhere, such as at 0, and is not judged.
     """
-    first, objective = run.state.first_loss, run.planned.objective
-    if first is None:
-        run.state.first_loss = first = loss
+    first = run.state.first_loss = loss if run.state.first_loss is None else run.state.first_loss
+    objective = run.planned.objective
     if run.state.has_diverged or run.config.objective.path or run.config.objective.kind not in OBJECTIVES:
         return
-    if ADVANTAGE in objective.columns:  # a policy's loss begins at about 0, and has either sign
+    # a policy's loss begins at about 0, and has either sign; a step without labels has none
+    if first is None or loss is None or ADVANTAGE in objective.columns:
         return
     limit, than = DIVERGED_TIMES * abs(first), f"{DIVERGED_TIMES:g} times the first"
     if objective.reads == "labels" and objective.scope == "token":
         guess = math.log(run.planned.shape.vocab_size)
         limit = max(2 * first, NEAR_GUESS * guess)
         than = f"what guessing any of the {run.planned.shape.vocab_size:,} tokens costs ({guess:.2f})"
-    if loss <= limit or step.num_label_tokens == 0:
+    if loss <= limit:
         return
     run.state.has_diverged = True
     note = lr_note(run.config, objective) or f"start over with a lower optim.lr than {run.config.optim.lr:g}"

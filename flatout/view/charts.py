@@ -63,6 +63,8 @@ class Chart:
     legend: Sequence[tuple[str, str]] = field(default=())
     """The name and the last value of each series, in the order of their colors."""
     is_wide: bool = False
+    is_flat: bool = False
+    """Whether each of its lines has one value throughout, in the digits that are drawn."""
 
 
 def line_chart(
@@ -80,7 +82,9 @@ def line_chart(
             facts |= {"smooth": numbers(moving_average(ys)[kept], 5), "short": len(kept) < len(ys)}
         series.append(facts | ({"dots": True} if one.has_dots else {}))
     data = {"kind": "lines", "axes": x_names, "series": series, "zero": from_zero, "log": has_log}
-    return Chart(title, unit, data, [(one.name, one.last) for one in lines])
+    known = ([y for y in numbers(one.ys, 5) if y is not None] for one in lines)
+    is_flat = all(len(ys) > 1 and len({*ys}) == 1 for ys in known)
+    return Chart(title, unit, data, [(one.name, one.last) for one in lines], is_flat=is_flat)
 
 
 def area_chart(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,37 +16,45 @@ from flatout.errors import FlatoutError
 from flatout.io.json_file import encode_json
 from flatout.io.redact import printable, redacted
 from flatout.track.figures import Figure, gib, named, short_count, short_time
-from flatout.track.record import EVAL, STEP, EvalRecord
+from flatout.track.record import EVAL, STEP, EvalRecord, HeldOutRecord
 from flatout.track.run_log import RunLog
 from flatout.track.start_up import EVENT as START_UP
 from flatout.track.start_up import stages_of
-from flatout.track.summary import RunSummary, summarize
+from flatout.track.summary import JUDGED, JUDGED_ROWS, RunSummary, judged_values, summarize
 
 NONE = "–"
+# what the headline calls what a run is judged by
+_TITLES = {"step": "Training loss", "eval": "Evaluation loss", "round": "Round reward", "held_out": "Held-out reward"}
 _RUN = TypeAdapter(RunLog)
 # settings that differ between any two runs and say nothing about a result
 _OWN_NAMES = ("name", "run_dir")
 
 
+def judged(summary: RunSummary) -> dict[str, tuple[Figure, float, str]]:
+    """Return the figures by which one run is the best, by title: (row, value, note)."""
+    figures = {}
+    if one := summary.evaluation:
+        title, row = _TITLES[one.kind], JUDGED_ROWS[one.kind]
+        figures[title] = (row, one.last, f"{one.texts[0]} at the first evaluation")
+        figures[f"Best {title.lower()}"] = (row, one.best, f"after step {one.best_step:,}")
+    if one := summary.trained:
+        figures[_TITLES[one.kind]] = (JUDGED_ROWS[one.kind], one.last, f"{one.texts[0]} at the start")
+    if summary.tokens_per_s is not None:
+        warm = f" after {summary.num_warm_up_records} warm-up records" if summary.num_warm_up_records else ""
+        figures["Throughput"] = (STEP["tokens_per_s"], summary.tokens_per_s, f"tokens/s{warm}")
+    if summary.mfu is not None:
+        figures["MFU"] = (STEP["mfu"], summary.mfu, "of the nominal peak")
+    return figures
+
+
 def headline(summary: RunSummary) -> list[tuple[str, str, str]]:
     """Return the figures that a run is judged by: (name, value, note)."""
-    first, last, facts = summary.first_loss, summary.last_loss, []
-    if first is not None and last is not None:
-        facts.append(("Training loss", STEP["loss"].write(last), f"{STEP['loss'].write(first)} at the start"))
-    if one := summary.evaluation:
-        write = EVAL["eval_loss"].write
-        facts.append(("Evaluation loss", write(one.last), f"{write(one.first)} at the first evaluation"))
-        facts.append(("Best evaluation loss", write(one.best), f"after step {one.best_step:,}"))
+    facts = [(title, row.write(value), note) for title, (row, value, note) in judged(summary).items()]
     facts.append(("Steps", f"{summary.num_steps:,}", f"of {summary.num_planned_steps:,} planned"))
     if summary.num_steps:
         label = f"{short_count(summary.num_label_tokens)} label tokens"
         facts.append(("Tokens", short_count(summary.num_tokens), label))
         facts.append(("Training time", short_time(summary.train_s), "without evaluations and saves"))
-    if summary.tokens_per_s is not None:
-        warm = f" after {summary.num_warm_up_records} warm-up records" if summary.num_warm_up_records else ""
-        facts.append(("Throughput", STEP["tokens_per_s"].write(summary.tokens_per_s), f"tokens/s{warm}"))
-    if summary.mfu is not None:
-        facts.append(("MFU", STEP["mfu"].write(summary.mfu), "of the nominal peak"))
     if summary.peak_memory_bytes:
         write = STEP["peak_memory_bytes"].write
         facts.append(("Peak memory", write(summary.peak_memory_bytes), "highest of all ranks"))
@@ -58,23 +66,13 @@ def headline(summary: RunSummary) -> list[tuple[str, str, str]]:
     return facts
 
 
-# figures of the headline by which one run is the best
-_JUDGED: Mapping[str, tuple[Figure, Callable[[RunSummary], float | None]]] = {
-    "Training loss": (STEP["loss"], lambda one: one.last_loss),
-    "Evaluation loss": (EVAL["eval_loss"], lambda one: one.evaluation.last if one.evaluation else None),
-    "Best evaluation loss": (EVAL["eval_loss"], lambda one: one.evaluation.best if one.evaluation else None),
-    "Throughput": (STEP["tokens_per_s"], lambda one: one.tokens_per_s),
-    "MFU": (STEP["mfu"], lambda one: one.mfu),
-}
-
-
 def best_of(name: str, summaries: Sequence[RunSummary]) -> str | None:
     """Return the best of what runs show for a figure of the headline; None if there is no best."""
-    if name not in _JUDGED:
+    known = [figures[name][:2] for figures in map(judged, summaries) if name in figures]
+    if len(known) < 2:
         return None
-    row, value_of = _JUDGED[name]
-    known = [value for one in summaries if (value := value_of(one)) is not None]
-    return row.write((min if row.better == "less" else max)(known)) if len(known) > 1 else None
+    row, _ = known[0]
+    return row.write((min if row.better == "less" else max)(value for _, value in known))
 
 
 def plan_rows(log: RunLog) -> list[tuple[str, str, str]]:
@@ -94,17 +92,22 @@ def plan_rows(log: RunLog) -> list[tuple[str, str, str]]:
     balances = [one for record in steps if (one := record.measured_balance) is not None]
     measured = f", {sum(balances) / len(balances):.1%} measured" if balances else ""
     peak = max((record.peak_memory_bytes for record in steps), default=0)
-    return [
+    # before they are sampled, answers of rounds have bounds only
+    rounds = log.start.settings.get("rollout.rounds")
+    bound, padded_and_balanced = ("", ()) if rounds is None else ("at most ", ("padding avoided", "balance of ranks"))
+    rows = [
+        *(() if rounds is None else [("rounds", f"{rounds:,}", f"{len(log.rounds):,}")]),
         ("steps", f"{plan.num_steps:,}", f"{num_steps:,}"),
         ("epochs", f"{plan.epochs:.3g}", f"{steps[-1].epoch:.3g}" if steps else "0"),
-        ("tokens", short_count(plan.num_tokens), short_count(tokens)),
-        ("label tokens", short_count(plan.num_label_tokens), short_count(labels)),
+        ("tokens", f"{bound}{short_count(plan.num_tokens)}", short_count(tokens)),
+        ("label tokens", f"{bound}{short_count(plan.num_label_tokens)}", short_count(labels)),
         ("padding avoided", f"{plan.padding_avoided:.1%}", f"{1.0 - tokens / naive:.1%}" if naive else NONE),
         *([("padding", f"{plan.padding_share:.1%}", f"{padding:.1%}")] if plan.layout == "rows" else ()),
         *([("shared prefixes", f"{plan.shared_share:.1%}", f"{shared:.1%}")] if plan.shared_share else ()),
         ("balance of ranks", f"{plan.balance:.1%}", f"{balance:.1%}{measured}" if steps else NONE),
         ("memory of a rank", *(gib(one) if one else NONE for one in (plan.memory_bytes, peak))),
     ]
+    return [row for row in rows if row[0] not in padded_and_balanced]
 
 
 def start_rows(log: RunLog) -> list[tuple[str, str]]:
@@ -193,12 +196,15 @@ def markdown_report(logs: Mapping[str, RunLog]) -> str:
         parts += ["## Plan and run", table(["", "planned", "actual"], planned)]
     if started := start_rows(log):
         parts += ["## Start-up", table(["stage", "s"], started)]
-    if log.evals:
-        losses = [
-            (f"{e.step:,}", EVAL["eval_loss"].write(e.eval_loss), *figures_of(e).values(), "best" if e.is_best else "")
-            for e in log.evals
-        ]
-        parts += ["## Evaluations", table(["step", "loss", *figures_of(log.evals[-1]), ""], losses)]
+    if (one := summary.evaluation) and (evals := log.evals or log.held_out):
+        values, write = judged_values(log, one.kind), JUDGED_ROWS[one.kind].write
+        bests = [e.step for e in log.evals if e.is_best] or [one.best_step]
+        rows = [
+            (f"{e.step:,}", write(values[e.step]), *figures_of(e).values(), "best" if e.step in bests else "")
+            for e in evals if e.step in values
+        ]  # fmt: skip
+        name = JUDGED[one.kind].removeprefix("eval_")
+        parts += ["## Evaluations", table(["step", name, *figures_of(evals[-1]), ""], rows)]
     if log.evals and (worst := log.evals[-1].worst):
         rows = [(f"{one.loss:.4f}", f"{one.source} row {one.row:,}", one.context, one.text) for one in worst]
         parts += ["## Worst samples", table(["loss", "from", "context", "trained text"], rows)]
@@ -210,9 +216,9 @@ def markdown_report(logs: Mapping[str, RunLog]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def figures_of(record: EvalRecord) -> dict[str, str]:
-    """Return what an evaluation measured besides the loss, by name."""
-    accuracy = record.eval_token_accuracy
+def figures_of(record: EvalRecord | HeldOutRecord) -> dict[str, str]:
+    """Return what an evaluation measured besides the loss or the reward, by name."""
+    accuracy = record.eval_token_accuracy if isinstance(record, EvalRecord) else None
     shown = {} if accuracy is None else {"token accuracy": EVAL["eval_token_accuracy"].write(accuracy)}
     return shown | {text_of(name): named(name).write(value) for name, value in record.metrics.items()}
 

@@ -153,9 +153,12 @@ class RunRow:
     steps: int = 0
     planned_steps: int = 0
     loss_before: float | None = None
-    """Of the first evaluation, or of the first step if there is none."""
+    """Of the first evaluation, or of the first step if there is none; None for a run of rounds."""
     loss_after: float | None = None
     """Of the last evaluation, or of the last step if there is none."""
+    reward_before: float | None = None
+    """Of the first evaluation of a run of rounds, or of the first round if there is none."""
+    reward_after: float | None = None
     best: float | None = None
     """Of the best evaluation; None without one."""
     best_step: int | None = None
@@ -181,7 +184,8 @@ def list_runs(folder: Path) -> Iterator[RunRow]:
             yield replace(row, problems=(str(error),))
             continue
         summary, start = summarize(log), log.start
-        losses = summary.evaluation
+        judged = summary.evaluation
+        loss, reward = (None, judged or summary.trained) if log.rounds else (judged or summary.trained, None)
         yield replace(
             row,
             state=summary.state,
@@ -189,10 +193,12 @@ def list_runs(folder: Path) -> Iterator[RunRow]:
             data=start.data if start else None,
             steps=summary.num_steps,
             planned_steps=summary.num_planned_steps,
-            loss_before=losses.first if losses else summary.first_loss,
-            loss_after=losses.last if losses else summary.last_loss,
-            best=losses.best if losses else None,
-            best_step=losses.best_step if losses else None,
+            loss_before=loss.first if loss else None,
+            loss_after=loss.last if loss else None,
+            reward_before=reward.first if reward else None,
+            reward_after=reward.last if reward else None,
+            best=judged.best if judged else None,
+            best_step=judged.best_step if judged else None,
             time_s=summary.train_s,
             started_at=start.first_started_at if start else None,
             tags=log.notes.tags,

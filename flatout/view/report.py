@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
@@ -57,7 +56,7 @@ def run_fragment(log: RunLog) -> str:
         sampled=sampled,
         worst=worst,
         kinds=Counter(str(event.get("kind")) for event in log.events).most_common(),
-        events=[_event(event) for event in log.events[-MAX_EVENTS:]],
+        events=[_event(str(event.get("kind")), event) for event in log.events[-MAX_EVENTS:]],
         changed=[(name, facts.show(value), facts.show(default)) for name, (value, default) in changed.items()],
         rest=[(name, facts.show(value)) for name, value in settings.items() if name not in changed],
     )
@@ -113,17 +112,7 @@ def _spread(items: Sequence[T]) -> list[T]:
     return [items[index * (len(items) - 1) // max(1, count - 1)] for index in range(count)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Event:
-    """An event as the page lists it; `routine`: every healthy run has it."""
-
-    time: str
-    kind: str
-    facts: str
-    routine: bool
-
-
-def _event(event: Mapping[str, Any]) -> _Event:
-    kind = str(event.get("kind"))
+def _event(kind: str, event: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an event as the page lists it; `routine`: every healthy run has it."""
     time = str(event.get("time", ""))[:19].replace("T", " ")
-    return _Event(time, kind, describe_event(kind, event), kind in ROUTINE_EVENTS)
+    return {"time": time, "kind": kind, "facts": describe_event(kind, event), "routine": kind in ROUTINE_EVENTS}

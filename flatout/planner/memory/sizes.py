@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 # the fitted constants stay where they predict the peak this well
@@ -50,6 +50,11 @@ class MemoryEstimate:
     """Whether gradients are allocated as activations are freed, so that only the larger of the two counts."""
     reward_models_bytes: int = 0
     """Weights beside the model, which stay between rounds."""
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Its bytes by name, in their order."""
+        return {name.removesuffix("_bytes"): size for name, size in asdict(self).items() if name.endswith("_bytes")}
 
     @property
     def state_bytes(self) -> int:

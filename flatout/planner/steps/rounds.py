@@ -48,6 +48,13 @@ class Rounds:
         """Return the passes over the prompts after so many steps."""
         return num_steps * self.prompts / self.steps / self.num_prompts
 
+    def __str__(self) -> str:
+        epochs = counted(self.epochs_after(self.num_rounds * self.steps), "epoch", ".4g")
+        return (
+            f"{counted(self.num_rounds, 'round')} of {self.prompts:,} prompts with {self.group} answers each, "
+            f"{counted(self.steps, 'step')} a round; {epochs} of {self.num_prompts:,} prompts"
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class BoundsPlan(TrainingPlan):
@@ -74,16 +81,11 @@ class BoundsPlan(TrainingPlan):
 
     def describe(self, ranks_per_group: int = 1) -> str:
         """Describe the plan in one line."""
-        rounds = self.rounds
-        epochs = counted(rounds.epochs_after(self.num_steps), "epoch", ".4g")
-        return (
-            f"{counted(rounds.num_rounds, 'round')} of {rounds.prompts:,} prompts with {rounds.group} answers each, "
-            f"{counted(rounds.steps, 'step')} a round; {epochs} of {rounds.num_prompts:,} prompts"
-        )
+        return str(self.rounds)
 
-    def of_round(self, index: int, samples: Samples) -> RoundPlan:
+    def of_round(self, index: int, samples: Samples, why_empty: str = "too few groups have a signal") -> RoundPlan:
         """Return the steps of a round with these samples, which may be none."""
-        return RoundPlan.of(self, self.rounds, samples=samples, index=index)
+        return RoundPlan.of(self, self.rounds, samples=samples, index=index, why_empty=why_empty)
 
 
 @dataclass(frozen=True, eq=False)

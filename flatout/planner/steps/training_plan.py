@@ -114,6 +114,8 @@ class TrainingPlan(PlannedSamples):
     seed: int
     num_steps: int
     families: Families | None = None
+    why_empty: str = "no label tokens"
+    """Why a step that trains nothing does not."""
 
     @property
     def num_samples(self) -> int:

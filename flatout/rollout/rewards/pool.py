@@ -214,7 +214,7 @@ class Rewards:
 
     def __enter__(self) -> Self:
         for config in self._configs:
-            ready, what = READY_REWARDS.get(config.kind or ""), "runs as code, beside the run"
+            ready, what = READY_REWARDS.get(config.kind or ""), "is called in worker processes"
             rule = ready.__doc__ if ready else f"{config.path} {what if config.function else 'gives its score'}"
             self._log(f"reward {config.title}, weight {config.weight:g}: {' '.join(str(rule).split())}")
         if self._children:

@@ -178,7 +178,8 @@ class SFTTrainer:
         model.run = train(settings, tokenizer=self._reader, data=rows, callbacks=callbacks, **in_memory)
         if not (steps := model.run.log.steps):  # no round had a signal
             return TrainOutput(0, math.nan, {})
-        loss, seconds = sum(step.loss for step in steps) / len(steps), steps[-1].elapsed_s
+        losses, seconds = [step.loss for step in steps if step.loss is not None], steps[-1].elapsed_s
+        loss = sum(losses) / len(losses) if losses else math.nan
         rates = {"samples": sum(step.num_samples for step in steps) / seconds, "steps": len(steps) / seconds}
         metrics = {f"train_{name}_per_second": rate for name, rate in rates.items()}
         return TrainOutput(steps[-1].step, loss, {"train_runtime": seconds, "train_loss": loss, **metrics})

@@ -48,7 +48,7 @@ def test_an_untrained_model_fails_the_demo_and_says_so(tmp_path, monkeypatch, ca
     monkeypatch.setattr(shapes, "NUM_HELD_OUT", 20)
     assert main(["demo", "--images", "--out", str(tmp_path)]) == 1
     out = capsys.readouterr().out
-    assert "of 20 right" in out
+    assert "of 20 answered correctly" in out
     assert "(expected 95%)" in out
     assert f"flatout chat {tmp_path / 'run'} --image {tmp_path / 'pictures'}/000.png --prompt" in out
     rows = [json.loads(line) for line in (tmp_path / "held_out.jsonl").read_text().splitlines()]
@@ -59,4 +59,4 @@ def test_an_untrained_model_fails_the_demo_and_says_so(tmp_path, monkeypatch, ca
 @pytest.mark.exhaustive
 def test_the_demo_learns_to_answer_about_pictures(tmp_path, capsys):
     assert main(["demo", "--images", "--out", str(tmp_path)]) == 0
-    assert "of 200 right" in capsys.readouterr().out
+    assert "of 200 answered correctly" in capsys.readouterr().out

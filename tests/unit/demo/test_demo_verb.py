@@ -36,7 +36,7 @@ def test_an_untrained_model_fails_the_demo_and_says_so(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "(WRONG)" in out
     assert "did not halve" in out
-    for row in ("answered correctly", "tokens/s", "padding avoided", "run folder", "flatout chat"):
+    for row in ("answered correctly", "tokens/s", "padding avoided", "eval       7", "flatout chat"):
         assert row in out
     assert (tmp_path / "demo/run/final/model.safetensors").is_file()
     assert (tmp_path / "demo/run/metrics.jsonl").is_file()
@@ -96,7 +96,7 @@ def test_the_demo_of_rounds_says_how_much_was_learned_and_what_to_look_at(tmp_pa
 )
 def test_halved(before, after, halved):
     progress = Progress(first_eval_loss=before, last_eval_loss=after)
-    assert loss_halved(Result(Path("run"), Path("run/final"), 1, progress)) is halved
+    assert loss_halved(Result(Path("run"), Path("run/final"), progress)) is halved
 
 
 def test_the_demo_evaluates_on_conversations_it_does_not_train_on(tmp_path):

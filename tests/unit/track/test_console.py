@@ -10,7 +10,7 @@ from rich.console import Console
 
 from flatout.track.callback import Reporter
 from flatout.track.console import ConsoleCallback, RankOutput
-from flatout.track.record import RunEnd, StepRecord
+from flatout.track.record import RoundRecord, RunEnd, StepRecord
 
 STEP = StepRecord(
     step=1, num_steps=100, epoch=0.1, loss=2.5, token_accuracy=0.25, lr=1e-4, grad_norm=0.5, num_samples=4,
@@ -53,7 +53,7 @@ class Screen:
     ("num_steps", "step_s", "every_record"),
     [(20_000, 0.5, False), (50, 70.0, False), (400, 8.0, False), (300, 20.0, True)],
 )
-def test_no_pipe_is_silent_for_30_s_and_no_phase_for_5(num_steps, step_s, every_record):
+def test_no_pipe_is_silent_for_a_minute_and_no_phase_of_a_start_for_5_s(num_steps, step_s, every_record):
     screen = Screen(every_record=every_record)
     reporter = Reporter(screen.callback)
     for phase in ("importing torch", "loading weights"):
@@ -62,9 +62,9 @@ def test_no_pipe_is_silent_for_30_s_and_no_phase_for_5(num_steps, step_s, every_
         reporter.stage("done", phase)
         screen.note()
     # each phase is named within 5 s; then lines become rarer
-    assert screen.longest_silence_s() <= 30
+    assert screen.longest_silence_s() <= 60
     assert [line for line in screen.text.splitlines() if "importing torch" in line] == [
-        *(f"...        importing torch {seconds} s" for seconds in (4, 8, 16, 32, 61, 90)),
+        *(f"...        importing torch {seconds} s" for seconds in (4, 8, 16, 32, 64)),
         "done       importing torch",
     ]
     for step in range(num_steps):
@@ -75,14 +75,50 @@ def test_no_pipe_is_silent_for_30_s_and_no_phase_for_5(num_steps, step_s, every_
         if step == num_steps // 2:
             began_s, num_before = screen.now_s, len(screen.line_times)
             reporter.phase("saving")
-            screen.pass_time(40)
-            assert screen.longest_silence_s(num_before, began_s) <= 30
-    assert screen.longest_silence_s() <= 30
-    assert "...        importing torch 4 s\n" in screen.text
-    assert "...        saving 4 s\n" in screen.text
+            screen.pass_time(70)
+            assert screen.longest_silence_s(num_before, began_s) <= 60
+    assert screen.longest_silence_s() <= 60
+    assert "...        saving " in screen.text
     assert max(map(len, screen.text.splitlines())) <= 80
     # lines that nobody needs would hide the others
     assert len(screen.line_times) < 75 + screen.now_s / 15
+
+
+ROUND = RoundRecord(0, 1, 0.25, 64, 0, 48, 300.0, 0.1, 0.25, 20.0, 5.0, 0.0, 900.0, metrics={"reward/number": 0.25})
+
+
+def test_a_log_of_rounds_has_a_line_each_with_the_reward_and_no_more_signs_of_life_than_one_a_minute():
+    """Sampling takes 25 s and scoring 5 s; the last round takes longer than all others."""
+    screen = Screen()
+    reporter = Reporter(screen.callback)
+    for index in range(40):
+        for phase, seconds in (("sampling answer", 25 if index < 39 else 200), ("scoring answer", 5)):
+            reporter.phase(f"round {index + 1}: {phase}", 3, 64)
+            screen.pass_time(seconds)
+        reporter.record(replace(ROUND, step=index, round=index + 1, reward=index / 80))
+        screen.note()
+        reporter.record(replace(STEP, step=index + 1, num_steps=40))
+        screen.note()
+    lines = screen.text.splitlines()
+    assert [line.split()[2] for line in lines if line.startswith("...")] == ["1:"] * 4 + ["40:"] * 3
+    assert lines[-2:] == [
+        "round      40: reward 0.4875  300 tokens  10.0% cut  25.0% no signal  900 tok/s",
+        "step       40/40  reward 0.4875  loss 2.5000  0:01:00 left  1,000 tok/s",
+    ]
+    assert max(map(len, lines)) <= 80
+    assert screen.longest_silence_s() <= 60
+
+
+@pytest.mark.parametrize(
+    ("figures", "why"),
+    [
+        ({"no_signal_share": 1.0}, "all rewards of each group were equal"),
+        ({"no_signal_share": 0.0, "num_unscored": 64}, "no answer was scored"),
+        ({"no_signal_share": 0.5, "num_unscored": 32}, "no group had different rewards of answers that are trained"),
+    ],
+)
+def test_a_round_says_why_it_trains_nothing(figures, why):
+    assert replace(ROUND, num_trained=0, **figures).why_untrained == f"{why}, so there was nothing to learn from"
 
 
 def test_a_run_that_is_watched_shows_a_step_as_often_as_asked():
@@ -171,6 +207,12 @@ def test_a_launcher_shows_rank_0_as_it_is_in_a_pipe_and_with_a_bar_on_a_terminal
     # the bar shows what the line says, and steps of an earlier start are over
     assert "step       4/100" not in screen.text
     assert "3/100" not in screen.text
+    with metrics.open("a") as file:
+        records = ({"kind": "round", **asdict(ROUND)}, {**later, "step": 5})
+        file.write("".join(json.dumps(record) + "\n" for record in records))
+    output.flush()
+    screen.pass_time(0.5)
+    assert "━ 5/100  reward 0.25  loss 4.0000" in screen.text
 
 
 # the stages of a start, in order, and those that a terminal shows unless all are asked for

@@ -40,7 +40,8 @@ def log(folder: Path = Path("runs/x")) -> RunLog:
 def test_a_summary_adds_up_what_the_records_stand_for():
     found = summarize(log())
     assert (found.num_steps, found.num_planned_steps, found.outcome, found.name) == (100, 100, "complete", "x")
-    assert (found.first_loss, found.last_loss) == pytest.approx((2.9, 2.0))
+    assert found.trained is not None
+    assert (found.trained.first, found.trained.last) == pytest.approx((2.9, 2.0))
     assert found.num_tokens == 8 * 1000 + 2 * 10
     assert found.num_label_tokens == 6000
     assert found.peak_memory_bytes == 3 << 30
@@ -74,6 +75,12 @@ def test_what_went_wrong_is_a_warning():
     assert "the loss of the last 3 records is not lower than of the first 3" in text
     assert "slow for many steps: rank 1;" in text
     assert "2 lines of this run's files could not be read" in text
+
+
+def test_a_loss_that_falls_after_the_best_by_another_metric_is_no_warning():
+    found = log()
+    found.evals = [evaluation(0, 3.0, best=True), evaluation(50, 2.0, best=True), evaluation(100, 1.5, best=False)]
+    assert summarize(found).warnings == ()
 
 
 def test_the_lines_fit_a_screen_and_an_empty_run_has_a_summary_too():

@@ -67,7 +67,7 @@ def test_the_log_is_for_people_and_events_keep_every_fact(tmp_path):
         "step       1/100  loss 2.5000  acc 25.0%  lr 1.00e-04  norm 0.50  1,000 tok/s  600 label tok/s  MFU 40.4%  "
         "padding avoided 40%  1.00 GiB  0 s left",
         "eval       step 1: loss 2.0000  accuracy 50.0% (best)",
-        "saved      path step-1  save_s 0.7",
+        "saved      step-1 in 0.7 s",
     ]
     assert json.loads((tmp_path / "events.jsonl").read_text())["staged_s"] == 0.5
 
@@ -177,7 +177,7 @@ def test_without_a_terminal_a_run_prints_a_bounded_number_of_plain_lines():
     assert "1/100" in steps[0]
     assert "100/100" in steps[-1]
     assert "eval       step 1: loss 2.0000  accuracy 50.0% (best)" in text
-    assert "saved      path checkpoints/step-1" in text
+    assert "saved      checkpoints/step-1" in text
 
 
 def test_on_a_terminal_a_bar_shows_the_figures():

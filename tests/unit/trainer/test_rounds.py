@@ -234,12 +234,27 @@ def test_a_step_is_replayed_to_the_bit_and_a_difference_is_named(ran, tmp_path, 
     assert main(["replay", str(run), "--step", "9"]) == 2
 
 
-def test_a_run_that_has_not_sampled_has_no_step_to_verify(world, capsys):
+def test_a_run_that_has_not_sampled_has_a_plan_of_its_rounds_and_no_step_to_verify(world, capsys):
     """`format: rollouts` is verified in test_policy.py."""
     file = world.root / "verified.yaml"
     file.write_text(dump_config(world("verified")))
     assert main(["verify", str(file)]) == 2
     assert "flatout replay" in capsys.readouterr().err
+    assert main(["plan", str(file), "--tokens-per-s", "100"]) == 0
+    out = capsys.readouterr().out
+    rows = dict(line.split("  ", 1) for line in out.replace("\n" + 18 * " ", " ").splitlines())
+    assert rows["steps"].split() == ["4"]
+    assert rows["answers"].split() == ["24"]
+    assert "2 rounds of 4 prompts with 3 answers each, 2 steps a round" in rows["rounds"]
+    assert "8 prompts, 2 held out" in rows["rounds"]
+    assert f"{4 * 2 * 3 * 6} of them sampled" in rows["tokens"]
+    assert all("at most" in rows[name] for name in ("tokens", "compute", "time"))
+    assert {"memory per rank", "while sampling"} <= rows.keys()
+    # these mean nothing before answers are there
+    assert not any(word in out for word in ("units", "balance", "padding", "prefixes", "samples"))
+    assert main(["plan", str(file), "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["rounds"] == {"num_rounds": 2, "prompts": 4, "group": 3, "steps": 2, "num_prompts": 8}
 
 
 def test_rounds_are_a_runs_own_so_that_a_restart_moves_them_away(ran):
@@ -254,6 +269,9 @@ def test_rounds_and_their_answers_are_listed(ran, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 4, "a head, two rounds, and the last evaluation"
     assert main(["rollouts", str(ran), "--round", "2", "--best", "1", "--worst", "1"]) == 0
     answers = load(ran).rollouts(2)
+    # what the function returned, and not what 32 bits keep of it
+    for one in answers.answers:
+        assert one.rewards["reward"] == (None if "q" in one.answer else len(one.answer) / 10)
     rewards = [one.reward for one in answers.answers]
     assert rewards == sorted(rewards, reverse=True)
     assert answers.best(1)[0].reward == rewards[0]
@@ -278,7 +296,9 @@ def test_a_round_without_a_signal_changes_nothing_and_is_counted(world, tiny):
     assert [record.num_recorded for record in log.steps] == [4], "over both rounds"
     assert [record.no_signal_share for record in log.rounds] == [1.0, 1.0]
     assert [record.num_trained for record in log.rounds] == [0, 0]
-    assert sum(event["kind"] == "skipped" for event in log.events) == 4
+    skipped = [event["why"] for event in log.events if event["kind"] == "skipped"]
+    assert skipped == ["all rewards of each group were equal, so there was nothing to learn from"] * 4
+    assert [(step.loss, step.lr, step.grad_norm, step.metrics) for step in log.steps] == [(None, None, None, {})]
     answers = [sorted(one.answer for one in record.shown) for record in log.rounds]
     assert [len(each) for each in answers] == [6, 6]
     assert answers[0] != answers[1]

@@ -10,12 +10,14 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from synthetic_run import write_synthetic_run
+from synthetic_run import run_start, step_record, write_synthetic_run
 
 from flatout.cli.main import main
 from flatout.config.folders import run_identity
-from flatout.track.record import Answer, AnswersRecord, HeldOutRecord, RatedAnswer, RoundRecord
+from flatout.export.card import loss_svg
+from flatout.track.record import Answer, AnswersRecord, HeldOutRecord, RatedAnswer, RoundRecord, RunEnd
 from flatout.track.run_folder import RunFolderWriter
 from flatout.track.run_log import read_run
 from flatout.view.facts import changed_settings
@@ -131,6 +133,75 @@ def test_rounds_over_the_run_and_the_newest_held_out_prompts_show_their_answers(
     assert re.findall("said in ([0-9]+)", text) == ["19", "15", "11", "7", "3", "0"]
     assert "reward 0.375 · exact - · length 1 asked in 3 answer said in 3" in text
     assert re.findall("Held-out prompts after step ([0-9]+) · mean reward 0.25", text) == ["19"]
+
+
+@pytest.fixture
+def of_rounds(tmp_path):
+    """Five rounds of four steps at one learning rate; the third round had nothing to learn from."""
+    folder, rng = tmp_path / "policy", np.random.default_rng(0)
+    writer = RunFolderWriter(folder)
+    writer.on_start(run_start(folder, 20, 1, rng, {"name": "policy", "rollout.rounds": 5}))
+    empty: dict[str, Any] = {"loss": None, "lr": None, "grad_norm": None, "token_accuracy": None, "metrics": {}}
+    for step, held_out in zip(range(0, 21, 4), (0.25, 0.5, 0.75, None, 0.5, 0.5), strict=True):
+        writer.on_round(HeldOutRecord(step, held_out, 8, 1.0))
+        if step < 20:
+            figures = (64, 0, 48 * (step != 8), 9.0 + step, 0.0, float(step == 8), 2.0, 1.0, 0.0, 900.0)
+            writer.on_round(RoundRecord(step, step // 4 + 1, 0.1 + step / 100, *figures))
+        for number in range(step + 1, min(step, 16) + 5):
+            record = replace(step_record(number, 20, 1, rng, 1.0), lr=1e-5, metrics={"ratio": 1 / number, "clip": 0.0})
+            writer.on_step(replace(record, **empty) if step == 8 else record)
+    writer.on_end(RunEnd("complete", 0, 1.0))
+    return folder
+
+
+def test_a_run_of_rounds_is_judged_by_its_held_out_reward(of_rounds, capsys):
+    summary = {"first": 0.25, "last": 0.5, "best": 0.75, "best_step": 8, "kind": "held_out"}
+    for kind in ("html", "md", "json"):
+        assert report(of_rounds, "--format", kind) == 0
+    shown = capsys.readouterr().out
+    for line in (
+        "| Held-out reward | 0.5 | 0.25 at the first evaluation |",
+        "| Best held-out reward | 0.75 | after step 8 |",
+    ):
+        assert line in shown
+    assert "| 8 | 0.75 | best |" in shown
+    assert "got worse after step 8" in shown
+    assert json.loads(shown[shown.index("{\n") :])["runs"][0]["summary"]["evaluation"] == summary
+    page = Page((of_rounds / "report.html").read_text())
+    text = " ".join(page.text.split())
+    assert "Held-out reward 0.5 0.25 at the first evaluation Best held-out reward 0.75 after step 8" in text
+    # bounds, and nothing of packing, before answers are there
+    assert "tokens at most" in text
+    assert "Training loss" not in shown + text
+    assert "padding avoided" not in shown + text
+    assert main(["runs", str(of_rounds.parent)]) == 0
+    assert re.search(r"reward +0.25 +0.5 +0.75 @8 ", capsys.readouterr().out)
+    assert main(["watch", str(of_rounds)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "held_out   0.25 first, 0.5 last, 0.75 best, after step 8" in lines
+    assert "reward     0.1 first, 0.26 last" in lines
+    # as the run printed them
+    first = [line.split()[0] for line in lines[:3]]
+    assert first == ["held_out", "round", "step"]
+    svg = loss_svg(read_run(of_rounds))
+    assert "reward by step" in svg
+    assert "nan" not in svg
+
+
+def test_skipped_steps_are_gaps_and_what_never_changes_takes_no_chart(of_rounds):
+    page = Page(whole_page("run", run_fragment(read_run(of_rounds))))
+    series = {one["name"]: one["y"] for chart in page.charts if chart["kind"] == "lines" for one in chart["series"]}
+    for name in ("training", "gradient norm", "ratio"):
+        assert [y is None for y in series[name]] == [False] * 8 + [True] * 4 + [False] * 8, name
+    text = " ".join(page.text.split())
+    for title, value in (("Learning rate", "1e-05"), ("clip", "0")):
+        assert title.lower() not in series
+        assert re.search(rf"{title} {value} (\w+ )?throughout", text), title
+    # a value that changes keeps its chart, and so does a lone one
+    assert {"ratio", "round", "held out"} <= series.keys()
+    log = read_run(of_rounds)
+    alone = Page(whole_page("run", run_fragment(replace(log, steps=log.steps[:1], rounds=[], held_out=[]))))
+    assert "learning rate" in {one["name"] for chart in alone.charts for one in chart["series"]}
 
 
 def test_what_a_run_says_cannot_become_markup(tmp_path):
