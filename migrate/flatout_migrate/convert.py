@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shlex
 import sys
@@ -27,7 +26,7 @@ from flatout.api.settings import (
 from flatout_migrate import training_arguments as hf
 from flatout_migrate.axolotl import translate_axolotl
 from flatout_migrate.command import Command, read_command
-from flatout_migrate.grpo import COPIED
+from flatout_migrate.grpo import name_copied
 from flatout_migrate.llamafactory import translate_llamafactory
 from flatout_migrate.preference import GRPO, SYSTEMS, method_of, refuse_rollouts
 from flatout_migrate.script_calls import read_script, translate_script
@@ -124,7 +123,7 @@ def _files_beside(
         settings["data"]["template"] = str(path)
     if code:
         files[path := args.to.with_name(f"{args.to.stem}_rewards.py")] = code
-        settings = json.loads(json.dumps(settings).replace(json.dumps(COPIED)[1:-1], json.dumps(f"{path}:")[1:-1]))
+        name_copied(settings, path)
     return settings, files
 
 

@@ -26,6 +26,7 @@ _CONFIGS = {f"{name}Config": method for name, method in _TABLE["trainers"].items
 _PLAIN_CONFIGS = {"TrainingArguments", "UnslothTrainingArguments"}
 _UNSLOTH = ("FastLanguageModel", "FastModel", "FastVisionModel")
 _MODELS = ("ForCausalLM", "ForImageTextToText", "ForConditionalGeneration", "ForSequenceClassification")
+_SCORING = "ForSequenceClassification.from_pretrained"
 _PLACES = {name: places.split() for names, places in _TABLE["places"].items() for name in names.split()}
 _NOT_RUN = {name: why for why, names in _TABLE["not run"].items() for name in names.split()}
 _HARMLESS, _OBJECTS = {*_TABLE["harmless"].split()}, {*_TABLE["objects"].split()}
@@ -99,7 +100,9 @@ class _Arguments:
     def __init__(self, script: Script, calls: list[Call]) -> None:
         self.script, self.given, self._where = script, dict[str, Any](), dict[str, str]()
         self.copied = Copied(script)
-        for call in calls:
+        # GRPO trains no model that scores: such a call loads a reward
+        rewards = _SCORING if any(call.name == "GRPOTrainer" for call in calls) else ()
+        for call in (one for one in calls if not one.name.endswith(rewards)):
             name, line = call.name, call.node.lineno
             if name in _PLACES or name.removesuffix(".from_pretrained").endswith(_MODELS):
                 self._read(call, _PLACES.get(name, ["model_name_or_path"]))
@@ -174,24 +177,42 @@ class _Arguments:
                 "model_name_or_path" if is_trainer and name == "model" else name, value, node.lineno, call.condition
             )
 
-    def _rewards(self, node: ast.expr) -> list[str] | Unread:
-        """Return names of reward functions; those at the top of the script are copied. Its file itself would train."""
-        names = []
+    def _rewards(self, node: ast.expr) -> list[Any] | Unread:
+        """Return the names of reward functions, and {model: NAME} for a model that scores."""
+        names = list[Any]()
         for part in node.elts if isinstance(node, ast.List | ast.Tuple) else [node]:
-            name = self.script.name_of(part)
-            file = self.script.file.parent / f"{self.script.imported.get(name, '').replace('.', '/')}.py"
             try:
-                if not isinstance(part, ast.Name):
-                    raise RefusedError(f"{ast.unparse(part):.60} has no name; write def at the top of the file")
-                if file.is_file():
-                    names.append(f"{file}:{name}")
-                    continue
-                if not is_of_trl(name):
-                    self.copied.keep(part.id)
-                names.append(f"{COPIED}{part.id if not is_of_trl(name) else name}")
+                names.append(self._reward_model(part) or self._reward_function(part))
             except RefusedError as why:
                 return Unread(f"line {part.lineno}: {why}")
         return names
+
+    def _reward_model(self, part: ast.expr) -> dict[str, Any] | None:
+        """Return {model: NAME} for a name, or a call that loads one; None for a function. Raises RefusedError."""
+        made = self.script.bound_to(part)
+        if not isinstance(made, ast.Call):
+            return {"model": name} if isinstance(name := self.script.value(made), str) else None
+        if not ast.unparse(made.func).endswith(_SCORING):
+            return None
+        named = {one.arg or "**": self.script.value(one.value) for one in made.keywords}
+        model = self.script.value(made.args[0]) if made.args else named.pop("pretrained_model_name_or_path", None)
+        if other := named.keys() - {"num_labels", "dtype", "torch_dtype", "device_map"}:
+            raise RefusedError(f"{min(other)} of a reward model is not read; write the model that it makes to a folder")
+        if named.get("num_labels", 1) != 1:
+            raise RefusedError("a reward model has one score here; write num_labels=1")
+        return {"model": model}
+
+    def _reward_function(self, part: ast.expr) -> str:
+        """Return FILE.py:NAME; a function of the script is copied, as its file would train. Raises RefusedError."""
+        name = self.script.name_of(part)
+        file = self.script.file.parent / f"{self.script.imported.get(name, '').replace('.', '/')}.py"
+        if not isinstance(part, ast.Name):
+            raise RefusedError(f"{ast.unparse(part):.60} has no name; write def at the top of the file")
+        if file.is_file():
+            return f"{file}:{name}"
+        if not is_of_trl(name):
+            self.copied.keep(part.id)
+        return f"{COPIED}{part.id if not is_of_trl(name) else name}"
 
     def _copy_map(self, calls: list[ast.Call]) -> None:
         """Make the function of the one `map` of the rows their converter; what cannot be one stays refused."""

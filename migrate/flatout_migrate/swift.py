@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from flatout_migrate import training_arguments as hf
@@ -19,7 +18,6 @@ METHODS: Mapping[str, tuple[str, str]] = t.read_table("preference")["ms-swift"]
 _TYPES = ("train_type", "tuner_type", "sft_type")
 _DATA_SET = re.compile(r"(?:(?P<hub>(?i:hf|ms))::)?(?P<path>.+?)(?::(?P<subset>[^:#]+))?(?:#(?P<count>\d+))?")
 _OF_MODELSCOPE = "an id of ModelScope there, of the Hugging Face hub here"
-_FILES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 _WITHOUT_REFERENCE = ("cpo", "orpo", "reward")
 
 
@@ -69,13 +67,8 @@ def _kind(given: Given) -> Became:
 
 
 def _model(given: Given) -> Became:
-    note = _OF_MODELSCOPE if _is_id(str(given.value)) and not given.all.get("use_hf") else ""
+    note = _OF_MODELSCOPE if hf.is_hub_id(str(given.value)) and not given.all.get("use_hf") else ""
     return Became({"model.name": given.value}, note, check=bool(note))
-
-
-def _is_id(name: str) -> bool:
-    """Return whether a name is that of a hub, and no file or folder."""
-    return name.count("/") == 1 and not (name.startswith(".") or Path(name).exists() or Path(name).suffix in _FILES)
 
 
 def _sources(given: Given) -> Became:
@@ -86,14 +79,14 @@ def _sources(given: Given) -> Became:
     for text in map(str, values):
         match = _DATA_SET.fullmatch(text)
         hub, path, subset, count = match.groups() if match else (None, text, None, None)
-        of_modelscope = hub.lower() == "ms" if hub else _is_id(path) and not given.all.get("use_hf")
+        of_modelscope = hub.lower() == "ms" if hub else hf.is_hub_id(path) and not given.all.get("use_hf")
         if subset and "/" in subset:
             raise RefusedError(f"{text}: name each subset in an entry of its own")
         if path.endswith("self-cognition"):
             raise RefusedError(f"{text}: write your model_name and model_author into its rows, and name that file")
         source = {"path": path, **({"subset": subset} if subset else {})}
         if count and len(values) > 1:
-            if not _is_id(path):
+            if not hf.is_hub_id(path):
                 raise RefusedError(f"{text}: data.num_samples counts the rows of all data sets; cut the files instead")
             source["split"] = f"train[:{count}]"
         elif count:

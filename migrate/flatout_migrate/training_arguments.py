@@ -20,6 +20,7 @@ PACKED = "there, a packed row of several samples counts as one; raise this for a
 # names whose null is a value of its own
 NULLABLE = frozenset({"max_length", "max_seq_length", "max_grad_norm", "max_completion_length", "save_total_limit"})
 TRACKERS: Mapping[str, str] = _TABLE["trackers"]
+_FILES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 _FSDP: Mapping[str, Any] = _TABLE["fsdp"]
 
 
@@ -132,6 +133,12 @@ def deepspeed_file(given: Given) -> Became:
     offload = {"sharding.offload": True} if "offload" in value else {}
     note = f"{value} is not here, its name says ZeRO stage {stage[1]}"
     return Became({"strategy": "ddp" if stage[1] == "0" else f"zero{stage[1]}", **offload}, note, check=True)
+
+
+def is_hub_id(name: str) -> bool:
+    """Return whether a name is that of a hub, and no file or folder."""
+    is_file = Path(name).exists() or Path(name).suffix in _FILES
+    return name.count("/") == 1 and not name.startswith(".") and not is_file
 
 
 MODEL_ARGUMENTS: Mapping[str, Rule] = t.rules_of("training_arguments", "of the model")
