@@ -31,7 +31,7 @@ from flatout_migrate.llamafactory import translate_llamafactory
 from flatout_migrate.preference import GRPO, SYSTEMS, method_of, refuse_rollouts
 from flatout_migrate.script_calls import read_script, translate_script
 from flatout_migrate.swift import translate_swift, translate_swift_sft
-from flatout_migrate.translation import Translation, read_table, translate
+from flatout_migrate.translation import Translation, read_table, rules_of, translate
 from flatout_migrate.trl import translate_trl
 
 # system -> names that its files have, and other systems' files do not
@@ -214,5 +214,5 @@ def _translate(system: str, command: Command, num_gpus: int, folder: Path) -> Tr
         return translate_script(given, command.calls, num_gpus)
     if system.startswith("trl"):
         return translate_trl(given, num_gpus, system.removeprefix("trl-") if system != "trl" else method_of(given))
-    defaults, table = hf.TRANSFORMERS_DEFAULTS, hf.TRAINING_ARGUMENTS
-    return translate(given, table, defaults=defaults, nullable=hf.NULLABLE, num_gpus=num_gpus)
+    table = rules_of("training_arguments")
+    return translate(given, table, defaults=hf.TRANSFORMERS_DEFAULTS, nullable=hf.NULLABLE, num_gpus=num_gpus)

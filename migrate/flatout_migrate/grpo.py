@@ -8,13 +8,12 @@ from typing import Any
 
 from flatout_migrate import translation as t
 from flatout_migrate.training_arguments import TRANSFORMERS_DEFAULTS, is_hub_id
-from flatout_migrate.translation import Became, Given, RefusedError, Rule
+from flatout_migrate.translation import Became, Given, RefusedError
 
 _TABLE = t.read_table("grpo")
 _NO_REWARDS = {name: why for names, why in _TABLE["no rewards"].items() for name in names.split()}
 # stands for the file beside the configuration into which functions of a script are copied
 COPIED = "COPIED.py:"
-_SIZES = "per_device_train_batch_size gradient_accumulation_steps num_generations generation_batch_size"
 AS_TEXT = "a prompt that is a text, no chat, is continued as it is there; set data.template=plain for that here"
 _SHUFFLED = "there, answers are shuffled over the steps of a round; here, a step has whole groups"
 _SCORED = "as there if its config.json has its tokenizer's padding token; a prompt that is a text has no template there"
@@ -65,7 +64,7 @@ def _sizes(given: Given) -> Became:
     return Became(settings, note, check=bool(note))
 
 
-def _length(given: Given) -> Became:
+def length(given: Given) -> Became:
     """Translate max_steps, or the epochs over `num_rows` prompts, unless `rounds` are given."""
     if rounds := given.all.get("rounds"):
         return Became({"rollout.rounds": int(rounds)}, "rollout.rounds is given" if given.name != "rounds" else "")
@@ -79,7 +78,7 @@ def _length(given: Given) -> Became:
     raise RefusedError(f"only the data tells the number of rounds; give rollout.rounds=N, {rule}")
 
 
-def _rewards(given: Given) -> Became:
+def rewards(given: Given) -> Became:
     """Translate rewards: FILE.py:NAME, a dotted name as the command line has it, one of TRL's own, or {model: NAME}.
 
     The command line has one model besides, which comes first.
@@ -144,13 +143,3 @@ def _clip_high(given: Given) -> Became:
     if given.number() <= 1:
         raise RefusedError("with cispo it is the largest weight, which would be below 1; write 5.0")
     return Became({"objective.clip_high": given.number() - 1}, "1 + clip_high is the largest weight")
-
-
-RULES: Mapping[str, Rule] = {
-    **t.rules_of("grpo"),
-    **t.each(f"{_SIZES} steps_per_generation", _sizes),
-    **t.each("max_steps num_train_epochs num_rows rounds", _length),
-    **t.each("reward_model_name_or_path reward_funcs reward_weights", _rewards),
-    "epsilon_high": _clip_high,
-    "vllm_sampling_params": t.nested(t.rules_of("grpo", "of vLLM")),
-}

@@ -12,7 +12,7 @@ from flatout.api.settings import read_json
 from flatout_migrate import training_arguments as hf
 from flatout_migrate import translation as t
 from flatout_migrate.translation import Became, Given, RefusedError, Rule, Translation
-from flatout_migrate.trl import SHARED, held_out, lora_rules, template
+from flatout_migrate.trl import template
 
 _TABLE = t.read_table("llamafactory")
 # the format of the rows of a stage that compares or judges answers
@@ -22,17 +22,9 @@ _LOSSES: Mapping[str, str] = _TABLE["losses"]
 _FIELDS: Mapping[str, tuple[str, str]] = _TABLE["fields"]
 
 
-def _role(ours: str) -> Rule:
-    return lambda given: Became({f"roles.{given.value}": ours})
-
-
-# an entry of dataset_info.json -> one of data.sources
-_DATASET: Mapping[str, Rule] = {
-    **t.rules_of("llamafactory", "of a data set"),
-    "tags": t.nested(
-        t.rules_of("llamafactory", "of tags") | {name: _role(ours) for name, ours in _TABLE["roles of tags"].items()}
-    ),
-}
+def role(given: Given) -> Became:
+    """Translate a tag of a role: what it names has this role."""
+    return Became({f"roles.{given.value}": _TABLE["roles of tags"][given.name]})
 
 
 def translate_llamafactory(given: Mapping[str, Any], num_gpus: int = 1, folder: Path = Path()) -> Translation:
@@ -45,7 +37,7 @@ def translate_llamafactory(given: Mapping[str, Any], num_gpus: int = 1, folder: 
     if "lora_rank" in defaults:
         defaults["lora_alpha"] = 2 * int(given.get("lora_rank") or 8)
     data: dict[str, Rule] = t.each("dataset dataset_dir max_samples", lambda it: _sources(it, folder))
-    table = {**LLAMA_FACTORY, **data}
+    table = t.rules_of("llamafactory") | data
     return t.translate(given, table, defaults=defaults, nullable=hf.NULLABLE - {"max_length"}, num_gpus=num_gpus)
 
 
@@ -118,7 +110,7 @@ def _num_rows(path: str) -> float:
 
 def _source(entry: Mapping[str, Any], name: str, root: Path) -> dict[str, Any]:
     try:
-        source = {"format": "alpaca"} | t.inner(entry, _DATASET).settings
+        source = {"format": "alpaca"} | t.inner(entry, t.rules_of("llamafactory/of a data set")).settings
     except RefusedError as reason:
         raise RefusedError(f"{name}: {reason}") from None
     if "file_name" in entry:
@@ -141,7 +133,7 @@ def _adapter(given: Given) -> Became:
     return Became({"lora.continue_from": given.value}, note, check=has_reference)
 
 
-def _preference(given: Given) -> Became:
+def preference(given: Given) -> Became:
     """Translate a setting of stage: dpo or kto, which no other stage reads."""
     stage = given.all.get("stage")
     if stage not in ("dpo", "kto"):
@@ -160,15 +152,4 @@ def _preference(given: Given) -> Became:
     return Became({f"objective.{field}": given.number() + (field == "sft_weight" and kind == "orpo")})
 
 
-LLAMA_FACTORY: Mapping[str, Rule] = {
-    **hf.TRAINING_ARGUMENTS,
-    **SHARED,
-    **t.rules_of("llamafactory"),
-    "eval_dataset": hf.evaluated_apart,
-    **hf.evaluation(lambda values: values.get("val_size")),
-    **lora_rules(lambda values: values.get("finetuning_type") == "lora"),
-    "adapter_name_or_path": _adapter,
-    **dict.fromkeys(("pref_loss", *_FIELDS), _preference),
-    "template": template({"llama3": "llama-3", "chatml": "chatml", "qwen3_nothink": "chatml"}),
-    "val_size": held_out,
-}  # fmt: skip
+chat_template = template({"llama3": "llama-3", "chatml": "chatml", "qwen3_nothink": "chatml"})

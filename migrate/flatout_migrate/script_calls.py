@@ -15,9 +15,9 @@ from flatout_migrate.copied import Copied
 from flatout_migrate.grpo import COPIED, is_of_trl
 from flatout_migrate.preference import defaults_of, refuse_rollouts, row_format, rules_of_method
 from flatout_migrate.script import Call, Script
-from flatout_migrate.training_arguments import NULLABLE, SFT_DEFAULTS, TRANSFORMERS_DEFAULTS, evaluated_apart
-from flatout_migrate.translation import Became, Given, RefusedError, Rule, Translation, Unread
-from flatout_migrate.trl import OF_DATA, SHARED, TRL, held_out, judged, template
+from flatout_migrate.training_arguments import NULLABLE, SFT_DEFAULTS, TRANSFORMERS_DEFAULTS
+from flatout_migrate.translation import Became, Given, RefusedError, Translation, Unread
+from flatout_migrate.trl import judged, template
 
 _TABLE = t.read_table("scripts")
 # a trainer or its arguments -> TRL's method, "" for supervised training
@@ -32,20 +32,13 @@ _NOT_RUN = {name: why for why, names in _TABLE["not run"].items() for name in na
 _HARMLESS, _OBJECTS = {*_TABLE["harmless"].split()}, {*_TABLE["objects"].split()}
 
 
-def _not_run(given: Given) -> Became:
+def not_run(given: Given) -> Became:
+    """Refuse what a script would have to do."""
     raise RefusedError(f"{given.value}: {_NOT_RUN[given.name]}")
 
 
-_OF_SCRIPTS: Mapping[str, Rule] = {
-    **SHARED,
-    **t.rules_of("scripts"),
-    **{name: TRL[name] for name in (*OF_DATA.split(), "dataset_text_field", "tokenizer_name_or_path")},
-    "chat_template": template({name: name for name in _TABLE["templates"].split()}),
-    "test_split_size": held_out,
-    "eval_dataset": evaluated_apart,
-    "formatting_func": t.off(_NOT_RUN["map"]),
-    **dict.fromkeys(_NOT_RUN, _not_run),
-}
+chat_template = template({name: name for name in _TABLE["templates"].split()})
+formatting_func = t.off(_NOT_RUN["map"])
 
 
 def read_script(file: Path) -> tuple[dict[str, Any], Set[str], str]:
@@ -77,7 +70,7 @@ def translate_script(given: Mapping[str, Any], calls: Set[str], num_gpus: int = 
     defaults = defaults_of(method, given, is_unsloth=is_unsloth) if method else {**SFT_DEFAULTS}
     defaults |= TRANSFORMERS_DEFAULTS if not method and calls & _PLAIN_CONFIGS else {}
     of_method = {**rules_of_method(method), "task_type": t.any_value("the objective decides it")} if method else {}
-    table = {**ARGUMENTS, **_OF_SCRIPTS, **of_method}
+    table = ARGUMENTS | t.rules_of("scripts") | t.each(" ".join(_NOT_RUN), not_run) | of_method
     if str(rows := given.get("map", "")).startswith(COPIED):
         table |= {**judged(rows), "map": t.any_value("copied beside the configuration, as the converter of the rows")}
     elif method:

@@ -10,8 +10,8 @@ from typing import Any
 from flatout_migrate import training_arguments as hf
 from flatout_migrate import translation as t
 from flatout_migrate.preference import defaults_of, row_format, rules_of_method
-from flatout_migrate.translation import Became, Given, RefusedError, Rule, Translation
-from flatout_migrate.trl import OWN_TEMPLATE, SHARED, held_out, lora_rules, template, with_experts
+from flatout_migrate.translation import Became, Given, RefusedError, Translation
+from flatout_migrate.trl import OWN_TEMPLATE, own_template, with_experts
 
 # its rlhf_type -> TRL's trainer and its one loss; loss_type names one of several
 METHODS: Mapping[str, tuple[str, str]] = t.read_table("preference")["ms-swift"]
@@ -30,8 +30,7 @@ def translate_swift(given: Mapping[str, Any], num_gpus: int = 1) -> Translation:
     if loss:
         del defaults["loss_type"]
     fixed = {"loss_type": t.only((loss,), f"{kind} has one loss; remove it")} if loss else {}
-    is_lora = _is_lora(given)
-    table = {**SWIFT, **rules_of_method(method, loss), **_OWN, **_lora(is_lora), **_RLHF, **fixed}
+    table = t.rules_of("swift") | rules_of_method(method, loss) | t.rules_of("swift/of rlhf") | fixed
     return t.translate(given, table, defaults=defaults, nullable=hf.NULLABLE, num_gpus=num_gpus)
 
 
@@ -39,12 +38,12 @@ def translate_swift_sft(given: Mapping[str, Any], num_gpus: int = 1, *, is_pretr
     """Translate the options of `swift sft`, or of `swift pt`, by the defaults of ms-swift 3.8 and later."""
     defaults = {**hf.TRANSFORMERS_DEFAULTS, **_defaults(given, num_gpus), "truncation_strategy": "delete"}
     defaults |= {"use_chat_template": False, "loss_scale": "all"} if is_pretraining else {"template": "default"}
-    table = {**SWIFT, **_OWN, **_lora(_is_lora(given)), **_SFT}
+    table = t.rules_of("swift") | t.rules_of("swift/of answers")
     return t.translate(given, table, defaults=defaults, nullable=hf.NULLABLE, num_gpus=num_gpus)
 
 
 def _is_lora(given: Mapping[str, Any]) -> bool:
-    return all(given.get(name, "lora") == "lora" for name in _TYPES)
+    return all(given.get(name) in (None, "lora") for name in _TYPES)
 
 
 def _defaults(given: Mapping[str, Any], num_gpus: int) -> dict[str, Any]:
@@ -59,7 +58,7 @@ def _defaults(given: Mapping[str, Any], num_gpus: int) -> dict[str, Any]:
     return defaults
 
 
-def _kind(given: Given) -> Became:
+def _rlhf_type(given: Given) -> Became:
     if given.value not in METHODS:
         raise RefusedError(f"{given.value!r:.40} is not supported; flatout has {', '.join(METHODS)}")
     method, loss = METHODS[given.value]
@@ -71,7 +70,7 @@ def _model(given: Given) -> Became:
     return Became({"model.name": given.value}, note, check=bool(note))
 
 
-def _sources(given: Given) -> Became:
+def sources(given: Given) -> Became:
     """Translate `HF::path:subset#rows`, once or several times; without HF:: or MS::, `use_hf` says which hub."""
     method, _ = METHODS.get(str(given.all.get("rlhf_type")), ("", ""))
     values = given.value if isinstance(given.value, list) else [given.value]
@@ -127,11 +126,6 @@ def _deepspeed(given: Given) -> Became:
     return Became({"strategy": "ddp" if named[1] == "0" else f"zero{named[1]}", **offload})
 
 
-def _lora(is_lora: bool) -> dict[str, Rule]:
-    own = {**t.each("target_modules target_parameters", _targets), **t.rules_of("swift", "of LoRA")}
-    return lora_rules(lambda _: is_lora) | t.when(lambda _: is_lora, own, "read only with LoRA")
-
-
 def _loss_scale(given: Given) -> Became:
     scales = str(given.value).split("+")
     if more := set(scales) - {"default", "all", "ignore_empty_think"}:
@@ -142,31 +136,8 @@ def _loss_scale(given: Given) -> Became:
     )
 
 
-def _templates(given: Given) -> Became:
+def templates(given: Given) -> Became:
     """Translate the template: ms-swift has copies of its own, and a system prompt of its own where rows have none."""
     if given.value != "default":
-        return template({})(given)
+        return own_template(given)
     return Became({}, f"{OWN_TEMPLATE}, also for rows without a system prompt", check=True)
-
-
-SWIFT: Mapping[str, Rule] = {**hf.TRAINING_ARGUMENTS, **SHARED, **t.rules_of("swift")}
-_OWN: Mapping[str, Rule] = {
-    "rlhf_type": _kind,
-    "model": _model,
-    "dataset": _sources,
-    "split_dataset_ratio": held_out,
-    "val_dataset": hf.evaluated_apart,
-    **hf.evaluation(lambda values: values.get("split_dataset_ratio")),
-    **t.each("adapters ref_adapters", _adapters),
-    **t.rules_of("swift", "of the reference"),
-    "deepspeed": _deepspeed,
-}
-_RLHF: Mapping[str, Rule] = {
-    **t.rules_of("swift", "of rlhf"),
-    "max_length": t.to("data.max_tokens", note="a pair with a longer answer is left out whole"),
-}
-_SFT: Mapping[str, Rule] = {
-    **t.rules_of("swift", "of answers"),
-    "loss_scale": _loss_scale,
-    "template": _templates,
-}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,23 @@ def warmup(given: Given) -> Became:
     if steps < 1 and (ratio := steps or given.number("warmup_ratio", 0)):
         return Became({"schedule.warmup_ratio": ratio})
     return Became({"schedule.warmup_steps": int(steps)})
+
+
+def max_steps(given: Given) -> Became:
+    """Translate max_steps, which wins over the epochs unless it is negative."""
+    steps = int(given.number())
+    return Became({"batch.max_steps": steps}) if given.number() > 0 else Became(note="epochs decide")
+
+
+def max_grad_norm(given: Given) -> Became:
+    """Translate max_grad_norm; null and 0 clip nothing."""
+    norm = None if given.value is None else given.number()
+    return Became({"optim.max_grad_norm": None if (norm or 0) <= 0 else norm})
+
+
+def save_total_limit(given: Given) -> Became:
+    """Translate save_total_limit; null and 0 keep all."""
+    return Became({"checkpoint.keep": int(given.number()) if given.value else 1_000_000})
 
 
 def interval(setting: str, kind_name: str, name: str, *, kind: str = "steps", fallback: str = "") -> Rule:
@@ -118,18 +135,12 @@ def fsdp(given: Given) -> Became:
     return Became(settings)
 
 
-def evaluation(is_held_out: Callable[[Mapping[str, Any]], object]) -> dict[str, Rule]:
-    """Return the rules of when to evaluate, which count only if `is_held_out` says so of all values."""
-    names = ("eval_steps", "eval_strategy", "evaluation_strategy")
-    return t.when(is_held_out, {name: TRAINING_ARGUMENTS[name] for name in names}, "no rows are held out")
-
-
 def deepspeed_file(given: Given) -> Became:
     """Translate the path of a DeepSpeed file; of one that is not here, the stage of ZeRO that its name tells."""
     value = given.value
     stage = re.search(r"z(?:ero)?[_-]?([0-3])", Path(str(value)).stem.lower())
     if not isinstance(value, str) or not value or stage is None or Path(value).exists():
-        return TRAINING_ARGUMENTS["deepspeed"](given)
+        return t.rules_of("training_arguments")["deepspeed"](given)
     offload = {"sharding.offload": True} if "offload" in value else {}
     note = f"{value} is not here, its name says ZeRO stage {stage[1]}"
     return Became({"strategy": "ddp" if stage[1] == "0" else f"zero{stage[1]}", **offload}, note, check=True)
@@ -141,29 +152,6 @@ def is_hub_id(name: str) -> bool:
     return name.count("/") == 1 and not name.startswith(".") and not is_file
 
 
-MODEL_ARGUMENTS: Mapping[str, Rule] = t.rules_of("training_arguments", "of the model")
-TRAINING_ARGUMENTS: Mapping[str, Rule] = {
-    **MODEL_ARGUMENTS,
-    **t.rules_of("training_arguments"),
-    **t.each("per_device_train_batch_size gradient_accumulation_steps", samples_per_step),
-    "max_steps": lambda given: (
-        Became({"batch.max_steps": int(given.number())}) if given.number() > 0 else Became(note="epochs decide")
-    ),
-    "max_grad_norm": t.number("optim.max_grad_norm", null_up_to=0),
-    **t.when(
-        lambda values: values.get("optim") != "sgd", t.rules_of("training_arguments", "of adam"), "sgd does not read it"
-    ),
-    "lr_scheduler_kwargs": _schedule_arguments,
-    **t.each("warmup_steps warmup_ratio", warmup),
-    **t.each("fsdp fsdp_config fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params", fsdp),
-    "model_init_kwargs": t.nested(MODEL_ARGUMENTS),
-    **t.each(
-        "eval_strategy evaluation_strategy eval_steps",
-        interval("eval.every_steps", "eval_strategy", "eval_steps", kind="no", fallback="logging_steps"),
-    ),
-    **t.each("logging_steps logging_strategy", interval("log_every_steps", "logging_strategy", "logging_steps")),
-    "report_to": report_to,
-    "run_name": run_name,
-    **t.each("save_strategy save_steps", interval("checkpoint.every_steps", "save_strategy", "save_steps")),
-    "save_total_limit": lambda given: Became({"checkpoint.keep": int(given.number()) if given.value else 1_000_000}),
-}
+evaluated = interval("eval.every_steps", "eval_strategy", "eval_steps", kind="no", fallback="logging_steps")
+logged = interval("log_every_steps", "logging_strategy", "logging_steps")
+saved = interval("checkpoint.every_steps", "save_strategy", "save_steps")

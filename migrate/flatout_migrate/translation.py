@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -186,14 +187,9 @@ def to(setting: str, convert: Callable[[Any], Any] | None = None, note: str = ""
     return lambda given: Became({setting: convert(given.value) if convert else given.value}, note, check)
 
 
-def number(setting: str, null_up_to: float | None = None) -> Rule:
-    """Set `setting` to a number; null, and values up to `null_up_to`, mean null."""
-
-    def rule(given: Given) -> Became:
-        value = None if given.value is None else given.number()
-        return Became({setting: None if null_up_to is not None and (value or 0) <= null_up_to else value})
-
-    return rule
+def number(setting: str) -> Rule:
+    """Set `setting` to a number."""
+    return lambda given: Became({setting: given.number()})
 
 
 def inner(value: object, table: Mapping[str, Rule]) -> Translation:
@@ -256,18 +252,31 @@ def read_table(name: str) -> Any:
     return yaml.safe_load((Path(__file__).parent / "tables" / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
-def when(condition: Callable[[Mapping[str, Any]], object], rules: Mapping[str, Rule], note: str) -> dict[str, Rule]:
-    """Return the rules as they are read if `condition` holds of all values; else `note` says why they are not."""
+@cache
+def rules_of(table: str) -> dict[str, Rule]:
+    """Return the rules of FILE, or of FILE/PART, in `tables/`: names by what becomes of their values; change nothing.
+
+    What comes later stands for what comes before: tables that it has with `include`, its own kinds of rules, functions.
+    """
+    file, _, part = table.partition("/")
+    return _rules(read_table(file)[part] if part else read_table(file))
+
+
+def _included(one: str | Mapping[str, Any]) -> dict[str, Rule]:
+    """Return the rules of a table; those of {rules: TABLE, note: ...} with conditions count only if these hold."""
+    if isinstance(one, str):
+        return rules_of(one)
 
     def guarded(rule: Rule) -> Rule:
-        return lambda given: rule(given) if condition(given.all) else Became(note=note)
+        return lambda given: rule(given) if _meets(one, given.all) else Became(note=one["note"])
 
-    return {name: guarded(rule) for name, rule in rules.items()}
+    return {name: guarded(rule) for name, rule in rules_of(one["rules"]).items()}
 
 
-def rules_of(table: str, part: str = "") -> dict[str, Rule]:
-    """Return the rules of a file in `tables/`, or of a part of it: names by what becomes of their values."""
-    return _rules(read_table(table)[part] if part else read_table(table))
+def _function(name: str) -> Rule:
+    module, _, function = name.rpartition(".")
+    rule: Rule = getattr(import_module(f"flatout_migrate.{module}"), function)
+    return rule
 
 
 def _meets(row: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
@@ -328,9 +337,11 @@ def defaults_of(table: str, given: Mapping[str, Any], part: str = "defaults") ->
 
 
 def _rules(kinds: Mapping[str, Mapping[str, Any]]) -> dict[str, Rule]:
-    rules = {name: to(setting) for name, setting in kinds.get("settings", {}).items()}
+    rules = {name: rule for one in kinds.get("include", ()) for name, rule in _included(one).items()}
+    rules |= {name: to(setting) for name, setting in kinds.get("settings", {}).items()}
     rules |= {name: number(setting) for name, setting in kinds.get("numbers", {}).items()}
-    rules |= {name: nested(_rules(part)) for name, part in kinds.get("nested", {}).items()}
+    for names, part in kinds.get("nested", {}).items():
+        rules |= each(names, nested(_rules(part)))
     for kind, make in (("accepted", any_value), ("off here", off)):
         for said, names in kinds.get(kind, {}).items():
             rules |= each(names, make(said))
@@ -343,4 +354,6 @@ def _rules(kinds: Mapping[str, Mapping[str, Any]]) -> dict[str, Rule]:
         rules |= each(names, by_cases(rows))
     for name, it in kinds.get("choices", {}).items():
         rules[name] = one_of(it.get("setting", ""), it["values"], it["else"])
+    for function, names in kinds.get("functions", {}).items():
+        rules |= each(names, _function(function))
     return rules
