@@ -8,7 +8,7 @@ from typing import Any
 from flatout_migrate import training_arguments as hf
 from flatout_migrate import translation as t
 from flatout_migrate.preference import RL, defaults_of, row_format, rules_of_method
-from flatout_migrate.translation import Became, Given, RefusedError, Rule, Translation
+from flatout_migrate.translation import Became, Command, Given, RefusedError, Rule, Translation
 from flatout_migrate.trl import lora_targets, template
 
 _TABLE = t.read_table("axolotl")
@@ -18,9 +18,9 @@ _WARMUP = "3 % of the run as here, but there at most 100 steps"
 _ALPACA = "headings of Alpaca, but no introduction, and the input is part of the instruction"
 
 
-def translate_axolotl(given: Mapping[str, Any], num_gpus: int = 1) -> Translation:
+def translate(command: Command, num_gpus: int) -> Translation:
     """Translate a YAML of Axolotl."""
-    given = _with_one_template(given)
+    given = _with_one_template(command.values)
     defaults, table, aliases = t.defaults_of("axolotl", given), t.rules_of("axolotl"), _TABLE["aliases"]
     defaults |= {"fsdp": "full_shard"} if given.get("fsdp_config") and not given.get("fsdp") else {}
     if given.get("rl") in RL:
@@ -45,7 +45,7 @@ def _with_one_template(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _judged(method: str, loss: str) -> dict[str, Rule]:
     """Return the rules of rl: its loss, and its data sets."""
-    rules = rules_of_method(method, loss)
+    rules = rules_of_method(method, loss) | t.rules_of("axolotl/of rl")
     del rules["max_length"], rules["metric_for_best_model"]
     entry = t.rules_of("axolotl/of judged rows")
     templates: dict[str, str | None] = _TABLE["templates of rl"]
@@ -67,7 +67,6 @@ def _judged(method: str, loss: str) -> dict[str, Rule]:
         **rules,
         "rl": rules["loss_type"],
         "datasets": sources_of_method,
-        "excess_length_strategy": t.any_value("what is too long is left out whole"),
     }
 
 
@@ -153,5 +152,10 @@ def warmup_ratio(given: Given) -> Became:
 
 
 chat_template = template(_TABLE["templates"])
+
+
+def _tokens(given: Given) -> Became:
+    return Became({"data.new_tokens": list(given.value)}, _NEW_ROWS, check=True)
+
+
 saves_per_epoch, evals_per_epoch = _per_epoch("checkpoint.every_steps"), _per_epoch("eval.every_steps")
-tokens = t.to("data.new_tokens", list, _NEW_ROWS, check=True)

@@ -59,7 +59,7 @@ def layers(given: Given) -> Became:
     return Became({"lora.layers": [given.value] if isinstance(given.value, int) else given.value or None})
 
 
-own_optimizer = t.only((None, (None, None)), "write optim= instead")
+own_optimizer = t.by_cases([{"if": {"value": (None, (None, None))}}, {"refused": "write optim= instead"}])
 ARGUMENTS = t.rules_of("unsloth")
 
 

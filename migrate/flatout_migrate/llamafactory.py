@@ -11,7 +11,7 @@ from flatout import UsageError
 from flatout.api.settings import read_json
 from flatout_migrate import training_arguments as hf
 from flatout_migrate import translation as t
-from flatout_migrate.translation import Became, Given, RefusedError, Rule, Translation
+from flatout_migrate.translation import Became, Command, Given, RefusedError, Rule, Translation
 from flatout_migrate.trl import template
 
 _TABLE = t.read_table("llamafactory")
@@ -27,16 +27,17 @@ def role(given: Given) -> Became:
     return Became({f"roles.{given.value}": _TABLE["roles of tags"][given.name]})
 
 
-def translate_llamafactory(given: Mapping[str, Any], num_gpus: int = 1, folder: Path = Path()) -> Translation:
-    """Translate a YAML of LLaMA-Factory; relative paths in it are looked up here, then in `folder`.
+def translate(command: Command, num_gpus: int) -> Translation:
+    """Translate a YAML of LLaMA-Factory; relative paths in it are looked up here, then in its folder.
 
     Raises UsageError for a file that merges or answers, with the command that does it.
     """
+    given = command.values
     _require_training(given)
     defaults = {**hf.TRANSFORMERS_DEFAULTS, **t.defaults_of("llamafactory", given)}
     if "lora_rank" in defaults:
         defaults["lora_alpha"] = 2 * int(given.get("lora_rank") or 8)
-    data: dict[str, Rule] = t.each("dataset dataset_dir max_samples", lambda it: _sources(it, folder))
+    data: dict[str, Rule] = t.each("dataset dataset_dir max_samples", lambda it: _sources(it, command.folder))
     table = t.rules_of("llamafactory") | data
     return t.translate(given, table, defaults=defaults, nullable=hf.NULLABLE - {"max_length"}, num_gpus=num_gpus)
 

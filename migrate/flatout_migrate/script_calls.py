@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from flatout_migrate.grpo import COPIED, is_of_trl
 from flatout_migrate.preference import defaults_of, refuse_rollouts, row_format, rules_of_method
 from flatout_migrate.script import Call, Script
 from flatout_migrate.training_arguments import NULLABLE, SFT_DEFAULTS, TRANSFORMERS_DEFAULTS
-from flatout_migrate.translation import Became, Given, RefusedError, Translation, Unread
+from flatout_migrate.translation import Command, RefusedError, Translation, Unread
 from flatout_migrate.trl import judged, template
 
 _TABLE = t.read_table("scripts")
@@ -28,25 +28,17 @@ _UNSLOTH = ("FastLanguageModel", "FastModel", "FastVisionModel")
 _MODELS = ("ForCausalLM", "ForImageTextToText", "ForConditionalGeneration", "ForSequenceClassification")
 _SCORING = "ForSequenceClassification.from_pretrained"
 _PLACES = {name: places.split() for names, places in _TABLE["places"].items() for name in names.split()}
-_NOT_RUN = {name: why for why, names in _TABLE["not run"].items() for name in names.split()}
+_NOT_RUN = {name for names in _TABLE["not run"]["cases"] for name in names.split()}
 _HARMLESS, _OBJECTS = {*_TABLE["harmless"].split()}, {*_TABLE["objects"].split()}
 
 
-def not_run(given: Given) -> Became:
-    """Refuse what a script would have to do."""
-    raise RefusedError(f"{given.value}: {_NOT_RUN[given.name]}")
-
-
 chat_template = template({name: name for name in _TABLE["templates"].split()})
-formatting_func = t.off(_NOT_RUN["map"])
 
 
-def read_script(file: Path) -> tuple[dict[str, Any], Set[str], str]:
+def read_script(file: Path) -> Command:
     """Return the arguments of a script's calls by name, the names of the calls, and the code that rewards need.
 
-    The script is never run.
-
-    Raises UsageError for a file without a trainer that is known here.
+    The script is never run. Raises UsageError for a file without a trainer that is known here.
     """
     script = Script(file)
     calls = script.calls()
@@ -60,19 +52,19 @@ def read_script(file: Path) -> tuple[dict[str, Any], Set[str], str]:
             raise UsageError(f"{file} imports flatout, so it needs no translation; see docs/front-doors.md")
         raise UsageError(f"{file}: calls none of {known}, whose arguments can be read without running it")
     arguments = _Arguments(script, calls)
-    return arguments.given, names, arguments.copied.text()
+    return Command(arguments.given, "script", calls=names, code=arguments.copied.text())
 
 
-def translate_script(given: Mapping[str, Any], calls: Set[str], num_gpus: int = 1) -> Translation:
+def translate(command: Command, num_gpus: int) -> Translation:
     """Translate what `read_script` found, by the defaults of the libraries whose calls these are."""
-    given, known = dict(given), {**_CONFIGS, **_TRAINERS}
+    given, calls, known = dict(command.values), command.calls, {**_CONFIGS, **_TRAINERS}
     method, is_unsloth = max(known.get(name, "") for name in calls), any(name.startswith(_UNSLOTH) for name in calls)
     defaults = defaults_of(method, given, is_unsloth=is_unsloth) if method else {**SFT_DEFAULTS}
     defaults |= TRANSFORMERS_DEFAULTS if not method and calls & _PLAIN_CONFIGS else {}
-    of_method = {**rules_of_method(method), "task_type": t.any_value("the objective decides it")} if method else {}
-    table = ARGUMENTS | t.rules_of("scripts") | t.each(" ".join(_NOT_RUN), not_run) | of_method
+    of_method = rules_of_method(method) | t.rules_of("scripts/of methods") if method else {}
+    table = ARGUMENTS | t.rules_of("scripts") | of_method
     if str(rows := given.get("map", "")).startswith(COPIED):
-        table |= {**judged(rows), "map": t.any_value("copied beside the configuration, as the converter of the rows")}
+        table |= judged(rows) | t.rules_of("scripts/of copied rows")
     elif method:
         table |= judged(row_format(method))
     named = {"LoraConfig": "LoraConfig" in calls, "FastVisionModel": "FastVisionModel.from_pretrained" in calls}
@@ -83,7 +75,7 @@ def translate_script(given: Mapping[str, Any], calls: Set[str], num_gpus: int = 
         given.pop(unread, None)
     defaults = {**(PEFT_DEFAULTS if defaults.pop("get_peft_model", False) else {}), **defaults}
     if "finetune_vision_layers" in defaults:
-        table["finetune_vision_layers"] = t.to("model.freeze_vision_tower", lambda value: not value)
+        table |= t.rules_of("scripts/of pictures")
     return t.translate(given, table, defaults=defaults, nullable=NULLABLE | {"target_modules"}, num_gpus=num_gpus)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from flatout_migrate import training_arguments as hf
 from flatout_migrate import translation as t
 from flatout_migrate.preference import defaults_of, row_format, rules_of_method
-from flatout_migrate.translation import Became, Given, RefusedError, Translation
+from flatout_migrate.translation import Became, Command, Given, RefusedError, Translation
 from flatout_migrate.trl import OWN_TEMPLATE, own_template, with_experts
 
 # its rlhf_type -> TRL's trainer and its one loss; loss_type names one of several
@@ -21,24 +21,28 @@ _OF_MODELSCOPE = "an id of ModelScope there, of the Hugging Face hub here"
 _WITHOUT_REFERENCE = ("cpo", "orpo", "reward")
 
 
-def translate_swift(given: Mapping[str, Any], num_gpus: int = 1) -> Translation:
-    """Translate the options of `swift rlhf`, by the defaults of ms-swift 3.8 and later."""
+def translate(command: Command, num_gpus: int) -> Translation:
+    """Translate the options of `swift sft`, `swift pt` or `swift rlhf`, by the defaults of ms-swift 3.8 and later."""
+    given = command.values
+    if command.system == "ms-swift":
+        return _translate_rlhf(given, num_gpus)
+    defaults = {**hf.TRANSFORMERS_DEFAULTS, **_defaults(given, num_gpus), "truncation_strategy": "delete"}
+    is_pretraining = command.system == "ms-swift-pt"
+    defaults |= {"use_chat_template": False, "loss_scale": "all"} if is_pretraining else {"template": "default"}
+    table = t.rules_of("swift") | t.rules_of("swift/of answers")
+    return t.translate(given, table, defaults=defaults, nullable=hf.NULLABLE, num_gpus=num_gpus)
+
+
+def _translate_rlhf(given: Mapping[str, Any], num_gpus: int) -> Translation:
     kind = str(given.get("rlhf_type", "dpo"))
     method, loss = METHODS.get(kind, ("dpo", ""))
     own = t.defaults_of("swift", {**given, "rlhf_type": kind}, "defaults of rlhf")
     defaults = {**defaults_of(method, given), "rlhf_type": kind, **_defaults(given, num_gpus), **own}
     if loss:
         del defaults["loss_type"]
-    fixed = {"loss_type": t.only((loss,), f"{kind} has one loss; remove it")} if loss else {}
+    others: list[Mapping[str, Any]] = [{"if": {"value": [loss]}}, {"refused": f"{kind} has one loss; remove it"}]
+    fixed = {"loss_type": t.by_cases(others)} if loss else {}
     table = t.rules_of("swift") | rules_of_method(method, loss) | t.rules_of("swift/of rlhf") | fixed
-    return t.translate(given, table, defaults=defaults, nullable=hf.NULLABLE, num_gpus=num_gpus)
-
-
-def translate_swift_sft(given: Mapping[str, Any], num_gpus: int = 1, *, is_pretraining: bool = False) -> Translation:
-    """Translate the options of `swift sft`, or of `swift pt`, by the defaults of ms-swift 3.8 and later."""
-    defaults = {**hf.TRANSFORMERS_DEFAULTS, **_defaults(given, num_gpus), "truncation_strategy": "delete"}
-    defaults |= {"use_chat_template": False, "loss_scale": "all"} if is_pretraining else {"template": "default"}
-    table = t.rules_of("swift") | t.rules_of("swift/of answers")
     return t.translate(given, table, defaults=defaults, nullable=hf.NULLABLE, num_gpus=num_gpus)
 
 

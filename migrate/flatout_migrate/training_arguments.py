@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from flatout_migrate import translation as t
-from flatout_migrate.translation import Became, Given, RefusedError, Rule
+from flatout_migrate.translation import Became, Command, Given, RefusedError, Rule, Translation
 
 _TABLE = t.read_table("training_arguments")
 # what these systems do without being told, where flatout's default differs
 TRANSFORMERS_DEFAULTS: Mapping[str, Any] = _TABLE["defaults"]
 SFT_DEFAULTS: Mapping[str, Any] = {**TRANSFORMERS_DEFAULTS, **_TABLE["defaults of TRL"]}
-# of data sets that are not trained on: how to evaluate on them
+# rows to evaluate on: a share of those of training, and data sets apart
+held_out = t.by_cases(_TABLE["held out"])
 evaluated_apart = t.by_cases(_TABLE["evaluated apart"])
 PACKED = "there, a packed row of several samples counts as one; raise this for as many tokens a step"
 # names whose null is a value of its own
@@ -22,6 +23,12 @@ NULLABLE = frozenset({"max_length", "max_seq_length", "max_grad_norm", "max_comp
 TRACKERS: Mapping[str, str] = _TABLE["trackers"]
 _FILES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 _FSDP: Mapping[str, Any] = _TABLE["fsdp"]
+
+
+def translate(command: Command, num_gpus: int) -> Translation:
+    """Translate a file of TrainingArguments."""
+    table, defaults = t.rules_of("training_arguments"), TRANSFORMERS_DEFAULTS
+    return t.translate(command.values, table, defaults=defaults, nullable=NULLABLE, num_gpus=num_gpus)
 
 
 def samples_per_step(given: Given) -> Became:
@@ -41,23 +48,6 @@ def warmup(given: Given) -> Became:
     if steps < 1 and (ratio := steps or given.number("warmup_ratio", 0)):
         return Became({"schedule.warmup_ratio": ratio})
     return Became({"schedule.warmup_steps": int(steps)})
-
-
-def max_steps(given: Given) -> Became:
-    """Translate max_steps, which wins over the epochs unless it is negative."""
-    steps = int(given.number())
-    return Became({"batch.max_steps": steps}) if given.number() > 0 else Became(note="epochs decide")
-
-
-def max_grad_norm(given: Given) -> Became:
-    """Translate max_grad_norm; null and 0 clip nothing."""
-    norm = None if given.value is None else given.number()
-    return Became({"optim.max_grad_norm": None if (norm or 0) <= 0 else norm})
-
-
-def save_total_limit(given: Given) -> Became:
-    """Translate save_total_limit; null and 0 keep all."""
-    return Became({"checkpoint.keep": int(given.number()) if given.value else 1_000_000})
 
 
 def interval(setting: str, kind_name: str, name: str, *, kind: str = "steps", fallback: str = "") -> Rule:

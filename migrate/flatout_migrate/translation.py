@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -119,6 +120,23 @@ class Translation:
         return self.settings
 
 
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A trainer's file or command: its options and their values, its system, and its ranks in the script's own words.
+
+    Its file is in `folder`. `beside` names commands of the same programs that train nothing, and what does the same
+    here; `calls` are the names of what a Python script calls, and `code` what its rewards need.
+    """
+
+    values: dict[str, Any]
+    system: str = ""
+    num_ranks: str = "1"
+    beside: Mapping[str, str] = field(default_factory=dict)
+    calls: Set[str] = frozenset()
+    code: str = ""
+    folder: Path = Path()
+
+
 def translate(
     given: Mapping[str, Any],
     table: Mapping[str, Rule],
@@ -182,16 +200,6 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def to(setting: str, convert: Callable[[Any], Any] | None = None, note: str = "", *, check: bool = False) -> Rule:
-    """Set `setting` to the value, or to what `convert` makes of it."""
-    return lambda given: Became({setting: convert(given.value) if convert else given.value}, note, check)
-
-
-def number(setting: str) -> Rule:
-    """Set `setting` to a number."""
-    return lambda given: Became({setting: given.number()})
-
-
 def inner(value: object, table: Mapping[str, Rule]) -> Translation:
     """Translate a mapping of arguments by a table of its own. Raises RefusedError."""
     if not isinstance(value, Mapping):
@@ -200,11 +208,6 @@ def inner(value: object, table: Mapping[str, Rule]) -> Translation:
     if problems := translation.problems():
         raise RefusedError("; ".join(problems))
     return translation
-
-
-def nested(table: Mapping[str, Rule]) -> Rule:
-    """Translate a mapping by `table`."""
-    return lambda given: Became(inner(given.value, table).flat)
 
 
 def one_of(setting: str, values: Mapping[Any, Any], what: str) -> Rule:
@@ -218,27 +221,6 @@ def one_of(setting: str, values: Mapping[Any, Any], what: str) -> Rule:
         return Became(**became) if isinstance(became, Mapping) else Became({setting: became})
 
     return rule
-
-
-def only(accepted: Iterable[Any], reason: str, note: str = "") -> Rule:
-    """Accept these values, which flatout needs no setting for; refuse others with the reason."""
-    return by_cases([{"if": {"value": [*accepted]}, "note": note}, {"refused": reason}])
-
-
-def off(reason: str) -> Rule:
-    """Accept what switches a feature off that flatout does not have; refuse others with the reason."""
-    return only((False, None, 0, "", [], {}, "no", "none"), reason, "off, as here")
-
-
-def switch(settings: Mapping[str, Any], note: str = "", *, check: bool = False, **otherwise: Any) -> Rule:
-    """Set `settings` for a true value, and those of `otherwise` for a false one."""
-    off_here = {"settings": otherwise["otherwise"]} if otherwise else {"note": "off, as here"}
-    return by_cases([{"none": "value", **off_here}, {"settings": settings, "note": note, "check": check}])
-
-
-def any_value(note: str) -> Rule:
-    """Accept every value, because it changes no update of the weights here."""
-    return lambda given: Became(note=note)
 
 
 def each(names: str, rule: Rule) -> dict[str, Rule]:
@@ -260,6 +242,10 @@ def rules_of(table: str) -> dict[str, Rule]:
     """
     file, _, part = table.partition("/")
     return _rules(read_table(file)[part] if part else read_table(file))
+
+
+def _nested(table: Mapping[str, Rule]) -> Rule:
+    return lambda given: Became(inner(given.value, table).flat)
 
 
 def _included(one: str | Mapping[str, Any]) -> dict[str, Rule]:
@@ -301,6 +287,7 @@ def names_of(value: object) -> list[str]:
 _GIVEN: Mapping[str, Callable[[Given], Any]] = {
     "the value": lambda given: given.value,
     "the number": lambda given: given.number(),
+    "the integer": lambda given: int(given.number()),
     "the names": lambda given: [name.strip() for name in names_of(given.value)],
 }
 
@@ -308,20 +295,21 @@ _GIVEN: Mapping[str, Callable[[Given], Any]] = {
 def by_cases(rows: Sequence[Mapping[str, Any]]) -> Rule:
     """Do what the first row says that counts: be `refused`, or become all else of it.
 
-    Its conditions have the names of all values, `value` for the own one, and `name`. Settings may be what was given:
-    "the value", "the number", or "the names".
+    Its conditions have the names of all values, `value` for the own one, and `name`; `above`: the number is. Settings
+    may be what was given: "the value", "the number", "the integer", or "the names".
     """
 
     def rule(given: Given) -> Became:
         values = {**given.all, "value": given.value, "name": given.name}
-        row = next(row for row in rows if _meets(row, values))
+        met = (row for row in rows if _meets(row, values))
+        row = next(row for row in met if "above" not in row or given.number() > row["above"])
         if why := row.get("refused"):
             raise RefusedError(why.format(given.value) if why.startswith("{!") else why)
         settings = {
             name: _GIVEN[value](given) if isinstance(value, str) and value in _GIVEN else value
             for name, value in row.get("settings", {}).items()
         }
-        return Became(settings, row.get("note", ""), row.get("check", False))
+        return Became(settings, row.get("note") or "", row.get("check", False))
 
     return rule
 
@@ -336,22 +324,30 @@ def defaults_of(table: str, given: Mapping[str, Any], part: str = "defaults") ->
     return found
 
 
+_OFF: tuple[object, ...] = (False, None, 0, "", [], {}, "no", "none")
+_OFF_HERE = {"note": "off, as here"}
+# a kind of rules in a table -> its names and cases, from a key there and what stands behind it
+_KINDS: Mapping[str, Callable[[str, Any], tuple[str, list[Mapping[str, Any]]]]] = {
+    "settings": lambda name, setting: (name, [{"settings": {setting: "the value"}}]),
+    "numbers": lambda name, setting: (name, [{"settings": {setting: "the number"}}]),
+    "accepted": lambda note, names: (names, [{"note": note}]),
+    "off here": lambda why, names: (names, [{"if": {"value": _OFF}, **_OFF_HERE}, {"refused": why}]),
+    "only": lambda why, it: (it["names"], [{"if": {"value": it["values"]}, "note": it.get("note")}, {"refused": why}]),
+    "switches": lambda note, it: (
+        it["names"],
+        [{"none": "value", **it.get("otherwise", _OFF_HERE)}, {**it, "note": note}],
+    ),
+    "cases": lambda names, rows: (names, rows),
+}
+
+
 def _rules(kinds: Mapping[str, Mapping[str, Any]]) -> dict[str, Rule]:
     rules = {name: rule for one in kinds.get("include", ()) for name, rule in _included(one).items()}
-    rules |= {name: to(setting) for name, setting in kinds.get("settings", {}).items()}
-    rules |= {name: number(setting) for name, setting in kinds.get("numbers", {}).items()}
+    for kind, cases_of in _KINDS.items():
+        for names, rows in itertools.starmap(cases_of, kinds.get(kind, {}).items()):
+            rules |= each(names, by_cases(rows))
     for names, part in kinds.get("nested", {}).items():
-        rules |= each(names, nested(_rules(part)))
-    for kind, make in (("accepted", any_value), ("off here", off)):
-        for said, names in kinds.get(kind, {}).items():
-            rules |= each(names, make(said))
-    for reason, it in kinds.get("only", {}).items():
-        rules |= each(it["names"], only(it["values"], reason, it.get("note", "")))
-    for note, it in kinds.get("switches", {}).items():
-        words = {name: it[name] for name in ("check", "otherwise") if name in it}
-        rules |= each(it["names"], switch(it.get("settings", {}), note, **words))
-    for names, rows in kinds.get("cases", {}).items():
-        rules |= each(names, by_cases(rows))
+        rules |= each(names, _nested(_rules(part)))
     for name, it in kinds.get("choices", {}).items():
         rules[name] = one_of(it.get("setting", ""), it["values"], it["else"])
     for function, names in kinds.get("functions", {}).items():

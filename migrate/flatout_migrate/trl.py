@@ -9,8 +9,8 @@ from typing import Any
 from flatout_migrate import training_arguments as hf
 from flatout_migrate import translation as t
 from flatout_migrate.grpo import AS_TEXT
-from flatout_migrate.preference import defaults_of, row_format, rules_of_method
-from flatout_migrate.translation import Became, Given, RefusedError, Rule, Translation
+from flatout_migrate.preference import defaults_of, method_of, row_format, rules_of_method
+from flatout_migrate.translation import Became, Command, Given, RefusedError, Rule, Translation
 
 
 def with_experts(modules: str, parameters: str) -> Rule:
@@ -24,14 +24,6 @@ def with_experts(modules: str, parameters: str) -> Rule:
         return Became({"lora.targets": [*named, *t.names_of(experts)]})
 
     return rule
-
-
-def held_out(given: Given) -> Became:
-    """Translate a share of the rows to hold out; numbers of rows are refused."""
-    share = given.number()
-    if share > 0.5:
-        raise RefusedError(f"{share:g} rows: write the share of the data set, up to 0.5, or build a set for eval.data")
-    return Became({"eval.fraction": share})
 
 
 # a peer's copy of what the models of a family have
@@ -134,8 +126,10 @@ def _callbacks(given: Given) -> Became:
     return Became(note="push the finished run with `flatout push`")
 
 
-def translate_trl(given: Mapping[str, Any], num_gpus: int = 1, method: str = "") -> Translation:
+def translate(command: Command, num_gpus: int) -> Translation:
     """Translate a YAML of `trl sft` or of the alignment handbook, or of a trainer of preferences (`LOSSES`)."""
+    given = command.values
+    method = method_of(given) if command.system == "trl" else command.system.removeprefix("trl-")
     defaults = {**(defaults_of(method, given) if method else hf.SFT_DEFAULTS), **t.defaults_of("trl", given)}
     if _evaluates_there(given):
         defaults["dataset_test_split"] = "test"

@@ -10,10 +10,9 @@ from transformers import PreTrainedModel
 
 from flatout import UsageError
 from flatout_migrate.copied import Copied
-from flatout_migrate.grpo import COPIED, defaults_of, name_copied
+from flatout_migrate.grpo import COPIED, name_copied
 from flatout_migrate.script import Script, python_of
 from flatout_migrate.translation import RefusedError
-from flatout_migrate.unsloth.models import Model
 from flatout_migrate.unsloth.trainer import SFTTrainer, config_of, listed
 
 GRPOConfig = config_of("GRPO", num_rows=1)
@@ -26,7 +25,6 @@ class GRPOTrainer(SFTTrainer):
     """
 
     config = GRPOConfig
-    too_long = "drop"
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: Any = None, train_dataset: Any = None,
@@ -34,8 +32,7 @@ class GRPOTrainer(SFTTrainer):
     ) -> None:  # fmt: skip
         functions = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         self._copied: Copied | None = None
-        self._of_unsloth, self._evaluates = isinstance(model, Model), eval_dataset is not None
-        names = [self._reward(function) for function in functions]
+        names, self._evaluates = [self._reward(function) for function in functions], eval_dataset is not None
         super().__init__(model, args, None, listed(train_dataset), None, *more, reward_funcs=names, **given)
 
     def _reward(self, function: Any) -> str | dict[str, str]:
@@ -82,11 +79,8 @@ class GRPOTrainer(SFTTrainer):
         return Path(run_dir) / "data" / "rewards.py"
 
     def _given_and_defaults(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        settings, _ = super()._given_and_defaults()
-        if "seed" in settings:  # one seed does both
-            settings.pop("random_state", None)
-        settings |= {"num_rows": len(self.train_dataset), "eval_dataset": self._evaluates}
-        return settings, defaults_of(settings, is_unsloth=self._of_unsloth)
+        self._given |= {"num_rows": len(self.train_dataset), "eval_dataset": self._evaluates}
+        return super()._given_and_defaults()
 
     def _settings(self) -> dict[str, Any]:
         settings, row = super()._settings(), self.train_dataset[0]
@@ -97,6 +91,3 @@ class GRPOTrainer(SFTTrainer):
                 why = "it would score a text without a chat template there, and in one here; make prompts chats"
                 raise UsageError(f"reward_funcs: {model['path']}: {why}")
         return settings
-
-    def _rows(self, dataset: Any) -> tuple[Any, dict[str, Any]]:
-        return dataset, {}

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout_migrate import translation as t
-from flatout_migrate.preference import defaults_of
-from flatout_migrate.unsloth.trainer import SFTConfig, SFTTrainer, config_of, listed
+from flatout_migrate.translation import rules_of
+from flatout_migrate.unsloth.trainer import SFTConfig, SFTTrainer, config_of
 
 DPOConfig, CPOConfig, ORPOConfig, KTOConfig, RewardConfig = map(config_of, ("DPO", "CPO", "ORPO", "KTO", "Reward"))
-_SCORES = t.only(("SEQ_CLS", "CAUSAL_LM"), "adapters of a model that scores: write SEQ_CLS")
-RewardConfig.table = {**RewardConfig.table, "task_type": _SCORES}
+RewardConfig.table = {**RewardConfig.table, **rules_of("unsloth/of scores")}
 
 
 class CPOTrainer(SFTTrainer):
@@ -20,19 +18,6 @@ class CPOTrainer(SFTTrainer):
     """
 
     config: type[SFTConfig] = CPOConfig
-    too_long = "drop"
-
-    def _given_and_defaults(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        settings, _ = super()._given_and_defaults()
-        if "seed" in settings:  # their notebooks give another to get_peft_model; here one seed does both
-            settings.pop("random_state", None)
-        defaults = defaults_of(self.config.method, settings)
-        if "max_seq_length" in settings:
-            defaults.pop("max_length")
-        return settings, defaults
-
-    def _rows(self, dataset: Any) -> tuple[Any, dict[str, Any]]:
-        return listed(dataset), {}
 
 
 class ORPOTrainer(CPOTrainer):
