@@ -27,7 +27,10 @@ def translate(command: Command, num_gpus: int) -> Translation:
         method, loss = RL[given["rl"]]
         usual = defaults_of(method, {"loss_type": loss})
         defaults |= {name: usual[name] for name in ("beta", "cpo_alpha", "simpo_gamma") if name in usual}
-        table, aliases = table | _judged(method, loss), {**aliases, **_TABLE["aliases of rl"]}
+        rules = rules_of_method(method, loss)
+        del rules["max_length"], rules["metric_for_best_model"]
+        table = table | rules | {"rl": rules["loss_type"]} | t.rules_of("axolotl/of rl")
+        aliases = {**aliases, **_TABLE["aliases of rl"]}
     return t.translate(given, table, defaults=defaults, num_gpus=num_gpus, aliases=aliases)
 
 
@@ -43,31 +46,21 @@ def _with_one_template(given: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**given, "chat_template": own.pop(), "datasets": rest}
 
 
-def _judged(method: str, loss: str) -> dict[str, Rule]:
-    """Return the rules of rl: its loss, and its data sets."""
-    rules = rules_of_method(method, loss) | t.rules_of("axolotl/of rl")
-    del rules["max_length"], rules["metric_for_best_model"]
-    entry = t.rules_of("axolotl/of judged rows")
+def judged_sources(given: Given) -> Became:
+    """Translate the data sets of rl."""
+    entry, settings = t.rules_of("axolotl/of judged rows"), dict[str, Any]({"data.sources": []})
     templates: dict[str, str | None] = _TABLE["templates of rl"]
-
-    def sources_of_method(given: Given) -> Became:
-        settings: dict[str, Any] = {"data.sources": []}
-        for each in given.value:
-            template, _, rows = str(each.get("type")).partition(".")
-            own = {"default"} | ({"argilla"} if given.all["rl"] == "orpo" else set())
-            if template not in templates or rows not in (_TABLE["rows of rl"] if templates[template] else own):
-                raise RefusedError(f"type {each.get('type')!r:.60} is not supported; write data.sources, with columns")
-            source = t.inner({name: value for name, value in each.items() if name != "type"}, entry).settings
-            settings["data.sources"].append({**source, "format": row_format(method)})
-            if (ours := templates[template]) and settings.setdefault("data.template", ours) != ours:
-                raise RefusedError("types of different templates: convert them apart")
-        return Became(settings)
-
-    return {
-        **rules,
-        "rl": rules["loss_type"],
-        "datasets": sources_of_method,
-    }
+    method, _ = RL[given.all["rl"]]
+    for each in given.value:
+        template, _, rows = str(each.get("type")).partition(".")
+        own = {"default"} | ({"argilla"} if method == "orpo" else set())
+        if template not in templates or rows not in (_TABLE["rows of rl"] if templates[template] else own):
+            raise RefusedError(f"type {each.get('type')!r:.60} is not supported; write data.sources, with columns")
+        source = t.inner({name: value for name, value in each.items() if name != "type"}, entry).settings
+        settings["data.sources"].append({**source, "format": row_format(method)})
+        if (ours := templates[template]) and settings.setdefault("data.template", ours) != ours:
+            raise RefusedError("types of different templates: convert them apart")
+    return Became(settings)
 
 
 def _is_lora(values: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout_migrate import translation as t
-from flatout_migrate.training_arguments import TRANSFORMERS_DEFAULTS, is_hub_id
+from flatout_migrate.training_arguments import is_hub_id
 from flatout_migrate.translation import Became, Given, RefusedError
 
 _TABLE = t.read_table("grpo")
@@ -18,12 +18,6 @@ AS_TEXT = "a prompt that is a text, no chat, is continued as it is there; set da
 _SHUFFLED = "there, answers are shuffled over the steps of a round; here, a step has whole groups"
 _SCORED = "as there if its config.json has its tokenizer's padding token; a prompt that is a text has no template there"
 _RAISED = "a batch had no whole groups: it has one on each GPU, as Unsloth makes it; TRL refuses it"
-
-
-def defaults_of(given: Mapping[str, Any], *, is_unsloth: bool = False) -> dict[str, Any]:
-    """Return what GRPOTrainer does without being told, where flatout's default differs."""
-    own = t.defaults_of("grpo", given, "defaults of Unsloth") if is_unsloth else {}
-    return {**TRANSFORMERS_DEFAULTS, **t.defaults_of("grpo", given), **own}
 
 
 def _round(given: Given) -> tuple[dict[str, int], str]:

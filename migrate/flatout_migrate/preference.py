@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flatout import UsageError
-from flatout_migrate import grpo
 from flatout_migrate import translation as t
 from flatout_migrate.training_arguments import TRANSFORMERS_DEFAULTS
 from flatout_migrate.translation import Became, Given, RefusedError, Rule
@@ -29,7 +28,8 @@ SYSTEMS = tuple(f"trl-{method}" for method in (*LOSSES, "grpo"))
 def defaults_of(method: str, given: Mapping[str, Any], *, is_unsloth: bool = False) -> dict[str, Any]:
     """Return what TRL's trainer of this method does without being told, where flatout's default differs."""
     if method == "grpo":
-        return grpo.defaults_of(given, is_unsloth=is_unsloth)
+        of_unsloth = t.defaults_of("grpo", given, "defaults of Unsloth") if is_unsloth else {}
+        return {**TRANSFORMERS_DEFAULTS, **t.defaults_of("grpo", given), **of_unsloth}
     first, *_ = LOSSES[method]
     known = {"method": method, "loss_type": given.get("loss_type", first)}
     return {**TRANSFORMERS_DEFAULTS, "max_length": 1024, "loss_type": first, **t.defaults_of("preference", known)}

@@ -117,7 +117,7 @@ def _adapters(given: Given) -> Became:
 
 def _targets(given: Given) -> Became:
     if given.all.get("target_parameters"):
-        return with_experts("target_modules", "target_parameters")(given)
+        return with_experts(given, "target_modules", "target_parameters")
     names = [name.strip() for name in t.names_of(given.all.get("target_modules") or "all-linear")]
     return Became({"lora.targets": "all-linear" if names == ["all-linear"] else names})
 

@@ -13,17 +13,18 @@ from flatout_migrate.preference import defaults_of, method_of, row_format, rules
 from flatout_migrate.translation import Became, Command, Given, RefusedError, Rule, Translation
 
 
-def with_experts(modules: str, parameters: str) -> Rule:
+def with_experts(given: Given, modules: str, parameters: str) -> Became:
     """Translate names of linear layers, and beside them the fused matrices of experts, as PEFT's target_parameters."""
+    layers, experts = given.all.get(modules), given.all.get(parameters)
+    if not experts:
+        return Became({"lora.targets": layers} if layers else {})
+    named = [] if layers is None else [layers] if isinstance(layers, str) else list(layers)
+    return Became({"lora.targets": [*named, *t.names_of(experts)]})
 
-    def rule(given: Given) -> Became:
-        layers, experts = given.all.get(modules), given.all.get(parameters)
-        if not experts:
-            return Became({"lora.targets": layers} if layers else {})
-        named = [] if layers is None else [layers] if isinstance(layers, str) else list(layers)
-        return Became({"lora.targets": [*named, *t.names_of(experts)]})
 
-    return rule
+def lora_targets(given: Given) -> Became:
+    """Translate what LoRA is added to."""
+    return with_experts(given, "lora_target_modules", "lora_target_parameters")
 
 
 # a peer's copy of what the models of a family have
@@ -62,7 +63,6 @@ def template(names: Mapping[str, str | None]) -> Rule:
 
 
 own_template = template({})
-lora_targets = with_experts("lora_target_modules", "lora_target_parameters")
 # names of rows to train on
 OF_DATA: str = t.read_table("trl")["of data"]["functions"]["trl._sources"]
 

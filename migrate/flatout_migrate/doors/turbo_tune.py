@@ -65,12 +65,6 @@ def _read_deepspeed(path: Path) -> dict[str, Any]:
     return content
 
 
-def check(config: Config, num_ranks: int) -> int:
-    """Raise UsageError with all packages that the run needs and that are missing, before a launcher starts ranks."""
-    require_packages(config, num_ranks)
-    return 0
-
-
 def main() -> int:
     """`qwen3_sft.py`: train, alone or as the rank that torchrun, accelerate or deepspeed started."""
     how = {"description": "Fine-tune.", "argument_default": argparse.SUPPRESS, "allow_abbrev": False}
@@ -78,9 +72,13 @@ def main() -> int:
     given = vars(parser.parse_intermixed_args())
     overrides, num_ranks = given.pop("overrides"), given.pop("check_for", None)
     if num_ranks is not None:
-        # the ranks repeat the notes on flags
+        # of all packages that are missing, before a launcher starts ranks, which repeat the notes on flags
+        def check() -> int:
+            require_packages(to_config(given, overrides, counts_rows=False), num_ranks)
+            return 0
+
         with redirect_stdout(StringIO()):
-            return exit_code_of(lambda: check(to_config(given, overrides, counts_rows=False), num_ranks))
+            return exit_code_of(check)
     return run(lambda: to_config(given, overrides))
 
 
