@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from flatout.api.settings import read_json
 from flatout_migrate import translation as t
 from flatout_migrate.training_arguments import is_hub_id
 from flatout_migrate.translation import Became, Given, RefusedError
@@ -100,7 +102,25 @@ def _model(name: object, given: Given) -> dict[str, Any]:
         raise RefusedError(f"{name!r:.60}: rewards are read from a folder; download it, and write the folder as ./NAME")
     if given.all.get("chat_template_kwargs"):
         raise RefusedError(f"{name}: chat_template_kwargs is read by its template there, and by none here; remove it")
+    if _scores_another_token(Path(name).absolute()):
+        raise RefusedError(
+            f"{name}: the token that ends a chat is padding in its tokenizer, which TRL takes, or in its config.json, but "
+            "not in both; give both one pad_token"
+        )
     return {"kind": "model", "path": name}
+
+
+@cache
+def _scores_another_token(folder: Path) -> bool:
+    """Whether TRL reads the score at another token: it has the tokenizer's padding token, or its eos, as padding."""
+    if not all((folder / name).is_file() for name in ("config.json", "tokenizer_config.json")):
+        return False
+    from flatout.api.data import load_tokenizer, render  # lazy: most files need no tokenizer
+
+    tokenizer, ours = load_tokenizer(str(folder)), read_json(folder / "config.json").get("pad_token_id")
+    chat = render(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], None)
+    theirs = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return ours != theirs and tokenizer.encode(chat, add_special_tokens=False)[-1] in (ours, theirs)
 
 
 def name_copied(settings: Mapping[str, Any], file: Path) -> list[dict[str, Any]]:

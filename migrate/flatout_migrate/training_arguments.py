@@ -14,8 +14,7 @@ _TABLE = t.read_table("training_arguments")
 # what these systems do without being told, where flatout's default differs
 TRANSFORMERS_DEFAULTS: Mapping[str, Any] = _TABLE["defaults"]
 SFT_DEFAULTS: Mapping[str, Any] = {**TRANSFORMERS_DEFAULTS, **_TABLE["defaults of TRL"]}
-# rows to evaluate on: a share of those of training, and data sets apart
-held_out = t.by_cases(_TABLE["held out"])
+# data sets that are not trained on
 evaluated_apart = t.by_cases(_TABLE["evaluated apart"])
 PACKED = "there, a packed row of several samples counts as one; raise this for as many tokens a step"
 # names whose null is a value of its own
@@ -134,6 +133,13 @@ def deepspeed_file(given: Given) -> Became:
     offload = {"sharding.offload": True} if "offload" in value else {}
     note = f"{value} is not here, its name says ZeRO stage {stage[1]}"
     return Became({"strategy": "ddp" if stage[1] == "0" else f"zero{stage[1]}", **offload}, note, check=True)
+
+
+def held_out(given: Given) -> Became:
+    """Translate a share of the rows to hold out; numbers of rows are refused."""
+    if (share := given.number()) > 0.5:
+        raise RefusedError(f"{share:g} rows: write the share of the data set, up to 0.5, or build a set for eval.data")
+    return Became({"eval.fraction": share})
 
 
 def is_hub_id(name: str) -> bool:

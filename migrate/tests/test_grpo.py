@@ -89,13 +89,13 @@ def asked(prompt: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": system}, {"role": "user", "content": question}]
 
 
-def write_judge(base: Path) -> None:
+def write_judge(base: Path, folder: str = "judge", **told: Any) -> None:
     """Write a model with one random score, and its tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(base)
-    config = AutoConfig.from_pretrained(base, num_labels=1, pad_token_id=tokenizer.pad_token_id)
+    config = AutoConfig.from_pretrained(base, num_labels=1, **{"pad_token_id": tokenizer.pad_token_id, **told})
     torch.manual_seed(0)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained("judge")
-    tokenizer.save_pretrained("judge")
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def test_rewards_that_would_score_otherwise_are_refused(
@@ -103,12 +103,15 @@ def test_rewards_that_would_score_otherwise_are_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_judge(tiny.model_dir)
+    (line_break,) = AutoTokenizer.from_pretrained(tiny.model_dir).encode("\n")  # ends a chat
+    write_judge(tiny.model_dir, "padded", pad_token_id=line_break)
     two_scores = AutoModelForSequenceClassification.from_pretrained(tiny.model_dir, num_labels=2)
     chats = [{"prompt": [{"role": "user", "content": "Hi."}]}]
     for reward, rows, why in (
         (lambda completions: [1.0], chats, "has no name at the top of the script"),
         ("org/judge", chats, "org/judge.* read from a folder"),
         (two_scores, chats, "num_labels=1"),
+        ("./padded", chats, "give both one pad_token"),
         ("./judge", [{"prompt": "Hi."}], "make prompts chats"),
     ):
         with pytest.raises(FlatoutError, match=f"reward_funcs: .*{why}"):
