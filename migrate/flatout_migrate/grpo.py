@@ -104,8 +104,8 @@ def _model(name: object, given: Given) -> dict[str, Any]:
         raise RefusedError(f"{name}: chat_template_kwargs is read by its template there, and by none here; remove it")
     if _scores_another_token(Path(name).absolute()):
         raise RefusedError(
-            f"{name}: the token that ends a chat is padding in its tokenizer, which TRL takes, or in its config.json, but "
-            "not in both; give both one pad_token"
+            f"{name}: the token that ends a chat is padding in its tokenizer, which TRL takes, or in its config.json, "
+            "but not in both; give both one pad_token"
         )
     return {"kind": "model", "path": name}
 

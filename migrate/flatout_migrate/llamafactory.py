@@ -125,15 +125,6 @@ def _source(entry: Mapping[str, Any], name: str, root: Path) -> dict[str, Any]:
     return source
 
 
-def _adapter(given: Given) -> Became:
-    if len(t.names_of(given.value)) > 1:
-        raise RefusedError("one adapter is trained on; merge the others into the model first: flatout merge")
-    loss = given.all.get("pref_loss") if given.all.get("stage") == "dpo" else given.all.get("stage")
-    has_reference = loss in ("sigmoid", "ipo", "kto")
-    note = "the reference is the model without this adapter there, with it here" if has_reference else ""
-    return Became({"lora.continue_from": given.value}, note, check=has_reference)
-
-
 def preference(given: Given) -> Became:
     """Translate a setting of stage: dpo or kto, which no other stage reads."""
     stage = given.all.get("stage")
