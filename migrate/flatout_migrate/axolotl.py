@@ -14,7 +14,6 @@ from flatout_migrate.trl import lora_targets, template
 _TABLE = t.read_table("axolotl")
 _PLUGINS = ("cut_cross_entropy", "liger", "kernels")
 _NEW_ROWS = "the rows of new tokens are always trained here; other special tokens are the tokenizer's own"
-_WARMUP = "3 % of the run as here, but there at most 100 steps"
 _ALPACA = "headings of Alpaca, but no introduction, and the input is part of the instruction"
 
 
@@ -137,11 +136,6 @@ def _modules(given: Given) -> Became:
         return lora_targets(given) if _is_lora(given.all) else Became(note="read only with LoRA")
     experts = t.names_of(given.all.get("lora_target_parameters") or [])
     return Became({"lora.targets": ["all-linear", *experts] if experts else "all-linear"})
-
-
-def warmup_ratio(given: Given) -> Became:
-    """Translate warmup_ratio; null is the default there."""
-    return hf.warmup(given) if given.value is not None else Became({}, _WARMUP, check=True)
 
 
 chat_template = template(_TABLE["templates"])

@@ -11,7 +11,7 @@ from flatout_migrate import training_arguments as hf
 from flatout_migrate import translation as t
 from flatout_migrate.preference import defaults_of, row_format, rules_of_method
 from flatout_migrate.translation import Became, Command, Given, RefusedError, Translation
-from flatout_migrate.trl import OWN_TEMPLATE, own_template, with_experts
+from flatout_migrate.trl import with_experts
 
 # its rlhf_type -> TRL's trainer and its one loss; loss_type names one of several
 METHODS: Mapping[str, tuple[str, str]] = t.read_table("preference")["ms-swift"]
@@ -138,10 +138,3 @@ def _loss_scale(given: Given) -> Became:
         {"data.loss_type": "all" if "all" in scales else "response_only"}
         | ({"data.empty_reasoning": "mask"} if "ignore_empty_think" in scales else {})
     )
-
-
-def templates(given: Given) -> Became:
-    """Translate the template: ms-swift has copies of its own, and a system prompt of its own where rows have none."""
-    if given.value != "default":
-        return own_template(given)
-    return Became({}, f"{OWN_TEMPLATE}, also for rows without a system prompt", check=True)

@@ -210,17 +210,13 @@ def inner(value: object, table: Mapping[str, Rule]) -> Translation:
     return translation
 
 
-def one_of(setting: str, values: Mapping[Any, Any], what: str) -> Rule:
-    """Set `setting` by a table of values, which may say all of Became; others are refused with `what` to do instead."""
-
-    def rule(given: Given) -> Became:
-        if not isinstance(given.value, str | bool) or given.value not in values:
-            said = what if what.startswith("{}") else "{!r:.60} is not supported; " + what
-            raise RefusedError(said.format(given.value))
-        became = values[given.value]
-        return Became(**became) if isinstance(became, Mapping) else Became({setting: became})
-
-    return rule
+def _chosen(value: object, it: Mapping[str, Any]) -> Became:
+    """Return what a table of values says of one, which may be all of Became. Raises RefusedError for another."""
+    if not isinstance(value, str | bool) or value not in it["values"]:
+        what = it["else"]
+        raise RefusedError((what if what.startswith("{}") else "{!r:.60} is not supported; " + what).format(value))
+    became = it["values"][value]
+    return Became(**became) if isinstance(became, Mapping) else Became({it["setting"]: became})
 
 
 def each(names: str, rule: Rule) -> dict[str, Rule]:
@@ -242,10 +238,6 @@ def rules_of(table: str) -> dict[str, Rule]:
     """
     file, _, part = table.partition("/")
     return _rules(read_table(file)[part] if part else read_table(file))
-
-
-def _nested(table: Mapping[str, Rule]) -> Rule:
-    return lambda given: Became(inner(given.value, table).flat)
 
 
 def _included(one: str | Mapping[str, Any]) -> dict[str, Rule]:
@@ -293,16 +285,23 @@ _GIVEN: Mapping[str, Callable[[Given], Any]] = {
 
 
 def by_cases(rows: Sequence[Mapping[str, Any]]) -> Rule:
-    """Do what the first row says that counts: be `refused`, or become all else of it.
+    """Do what the first row says that counts: be `refused`, become what the function `by` says, or all else of it.
 
     Its conditions have the names of all values, `value` for the own one, and `name`; `above`: the number is. Settings
-    may be what was given: "the value", "the number", "the integer", or "the names".
+    may be what was given: "the value", "the number", "the integer", or "the names". `entries` is a table for those of a
+    mapping, `choices` one of values.
     """
 
     def rule(given: Given) -> Became:
         values = {**given.all, "value": given.value, "name": given.name}
         met = (row for row in rows if _meets(row, values))
         row = next(row for row in met if "above" not in row or given.number() > row["above"])
+        if function := row.get("by"):
+            return _function(function)(given)
+        if "entries" in row:
+            return Became(inner(given.value, _rules(row["entries"])).flat)
+        if "choices" in row:
+            return _chosen(given.value, row["choices"])
         if why := row.get("refused"):
             raise RefusedError(why.format(given.value) if why.startswith("{!") else why)
         settings = {
@@ -338,6 +337,9 @@ _KINDS: Mapping[str, Callable[[str, Any], tuple[str, list[Mapping[str, Any]]]]] 
         [{"none": "value", **it.get("otherwise", _OFF_HERE)}, {**it, "note": note}],
     ),
     "cases": lambda names, rows: (names, rows),
+    "nested": lambda names, table: (names, [{"entries": table}]),
+    "choices": lambda name, it: (name, [{"choices": it}]),
+    "functions": lambda function, names: (names, [{"by": function}]),
 }
 
 
@@ -346,10 +348,4 @@ def _rules(kinds: Mapping[str, Mapping[str, Any]]) -> dict[str, Rule]:
     for kind, cases_of in _KINDS.items():
         for names, rows in itertools.starmap(cases_of, kinds.get(kind, {}).items()):
             rules |= each(names, by_cases(rows))
-    for names, part in kinds.get("nested", {}).items():
-        rules |= each(names, _nested(_rules(part)))
-    for name, it in kinds.get("choices", {}).items():
-        rules[name] = one_of(it.get("setting", ""), it["values"], it["else"])
-    for function, names in kinds.get("functions", {}).items():
-        rules |= each(names, _function(function))
     return rules
