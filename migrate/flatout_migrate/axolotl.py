@@ -8,26 +8,28 @@ from typing import Any
 from flatout_migrate import training_arguments as hf
 from flatout_migrate import translation as t
 from flatout_migrate.preference import RL, defaults_of, row_format, rules_of_method
-from flatout_migrate.translation import Became, Given, RefusedError, Rule, Translation
-from flatout_migrate.trl import SHARED, held_out, lora_rules, template
+from flatout_migrate.translation import Became, Command, Given, RefusedError, Rule, Translation
+from flatout_migrate.trl import lora_targets, template
 
 _TABLE = t.read_table("axolotl")
 _PLUGINS = ("cut_cross_entropy", "liger", "kernels")
 _NEW_ROWS = "the rows of new tokens are always trained here; other special tokens are the tokenizer's own"
-_WARMUP = "3 % of the run as here, but there at most 100 steps"
 _ALPACA = "headings of Alpaca, but no introduction, and the input is part of the instruction"
 
 
-def translate_axolotl(given: Mapping[str, Any], num_gpus: int = 1) -> Translation:
+def translate(command: Command, num_gpus: int) -> Translation:
     """Translate a YAML of Axolotl."""
-    given = _with_one_template(given)
-    defaults, table, aliases = t.defaults_of("axolotl", given), AXOLOTL, _TABLE["aliases"]
+    given = _with_one_template(command.values)
+    defaults, table, aliases = t.defaults_of("axolotl", given), t.rules_of("axolotl"), _TABLE["aliases"]
     defaults |= {"fsdp": "full_shard"} if given.get("fsdp_config") and not given.get("fsdp") else {}
     if given.get("rl") in RL:
         method, loss = RL[given["rl"]]
         usual = defaults_of(method, {"loss_type": loss})
         defaults |= {name: usual[name] for name in ("beta", "cpo_alpha", "simpo_gamma") if name in usual}
-        table, aliases = {**AXOLOTL, **_judged(method, loss)}, {**aliases, **_TABLE["aliases of rl"]}
+        rules = rules_of_method(method, loss)
+        del rules["max_length"], rules["metric_for_best_model"]
+        table = table | rules | {"rl": rules["loss_type"]} | t.rules_of("axolotl/of rl")
+        aliases = {**aliases, **_TABLE["aliases of rl"]}
     return t.translate(given, table, defaults=defaults, num_gpus=num_gpus, aliases=aliases)
 
 
@@ -43,32 +45,21 @@ def _with_one_template(given: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**given, "chat_template": own.pop(), "datasets": rest}
 
 
-def _judged(method: str, loss: str) -> dict[str, Rule]:
-    """Return the rules of rl: its loss, and its data sets."""
-    rules = rules_of_method(method, loss)
-    del rules["max_length"], rules["metric_for_best_model"]
-    entry = {**_DATASET, **t.rules_of("axolotl", "of judged rows")}
+def judged_sources(given: Given) -> Became:
+    """Translate the data sets of rl."""
+    entry, settings = t.rules_of("axolotl/of judged rows"), dict[str, Any]({"data.sources": []})
     templates: dict[str, str | None] = _TABLE["templates of rl"]
-
-    def sources(given: Given) -> Became:
-        settings: dict[str, Any] = {"data.sources": []}
-        for each in given.value:
-            template, _, rows = str(each.get("type")).partition(".")
-            own = {"default"} | ({"argilla"} if given.all["rl"] == "orpo" else set())
-            if template not in templates or rows not in (_TABLE["rows of rl"] if templates[template] else own):
-                raise RefusedError(f"type {each.get('type')!r:.60} is not supported; write data.sources, with columns")
-            source = t.inner({name: value for name, value in each.items() if name != "type"}, entry).settings
-            settings["data.sources"].append({**source, "format": row_format(method)})
-            if (ours := templates[template]) and settings.setdefault("data.template", ours) != ours:
-                raise RefusedError("types of different templates: convert them apart")
-        return Became(settings)
-
-    return {
-        **rules,
-        "rl": rules["loss_type"],
-        "datasets": sources,
-        "excess_length_strategy": t.any_value("what is too long is left out whole"),
-    }
+    method, _ = RL[given.all["rl"]]
+    for each in given.value:
+        template, _, rows = str(each.get("type")).partition(".")
+        own = {"default"} | ({"argilla"} if method == "orpo" else set())
+        if template not in templates or rows not in (_TABLE["rows of rl"] if templates[template] else own):
+            raise RefusedError(f"type {each.get('type')!r:.60} is not supported; write data.sources, with columns")
+        source = t.inner({name: value for name, value in each.items() if name != "type"}, entry).settings
+        settings["data.sources"].append({**source, "format": row_format(method)})
+        if (ours := templates[template]) and settings.setdefault("data.template", ours) != ours:
+            raise RefusedError("types of different templates: convert them apart")
+    return Became(settings)
 
 
 def _is_lora(values: Mapping[str, Any]) -> bool:
@@ -80,7 +71,7 @@ def _kinds(values: Mapping[str, Any]) -> set[str]:
 
 
 def _sources(given: Given) -> Became:
-    sources = {"data.sources": [t.inner(entry, _DATASET).settings for entry in given.value]}
+    sources = {"data.sources": [t.inner(entry, t.rules_of("axolotl/of a data set")).settings for entry in given.value]}
     kinds = _kinds(given.all)
     if len(kinds) > 1 and kinds & {"alpaca", "completion"}:
         raise RefusedError(
@@ -92,22 +83,18 @@ def _sources(given: Given) -> Became:
 def _too_long(given: Given) -> Became:
     if "datasets" in given.all and _kinds(given.all) == {"completion"}:
         return Became({"data.too_long": "split"}, "completion is cut into windows")
-    return t.rules_of("axolotl")["excess_length_strategy"](given)
+    return t.rules_of("axolotl/of lengths")["excess_length_strategy"](given)
 
 
-def _meaning(meaning: str) -> Rule:
+def meaning(given: Given) -> Became:
     """Say what the key of a turn that the value names means, unless flatout knows it."""
-    known = _TABLE["known flags of a turn"].split()
-    return lambda given: Became({} if given.value in known else {f"keys.{given.value}": meaning})
+    means = given.name.removeprefix("message_field_").replace("training", "train")
+    return Became({} if given.value in _TABLE["known flags of a turn"].split() else {f"keys.{given.value}": means})
 
 
-# an entry of `datasets` -> one of data.sources
-_DATASET: Mapping[str, Rule] = {
-    **t.rules_of("axolotl", "of a data set"),
-    "roles": lambda given: Became({f"roles.{theirs}": ours for ours, names in given.value.items() for theirs in names}),
-    "message_field_training": _meaning("train"),
-    "message_field_training_detail": _meaning("train_detail"),
-}
+def roles(given: Given) -> Became:
+    """Translate the names of each role."""
+    return Became({f"roles.{theirs}": ours for ours, names in given.value.items() for theirs in names})
 
 
 def _per_epoch(setting: str) -> Rule:
@@ -140,41 +127,22 @@ def _batch(given: Given) -> Became:
         return Became(
             {"batch.samples_per_step": int(given.number("batch_size")) * given.num_gpus}, hf.PACKED, check=True
         )
-    return hf.TRAINING_ARGUMENTS["gradient_accumulation_steps"](given)
+    return hf.samples_per_step(given)
 
 
 def _modules(given: Given) -> Became:
     modules = given.all.get("lora_target_modules") or ()
     if not (given.all.get("lora_target_linear") and _is_lora(given.all)) or {"lm_head", "embed_tokens"} & {*modules}:
-        return _LORA["lora_target_modules"](given)
+        return lora_targets(given) if _is_lora(given.all) else Became(note="read only with LoRA")
     experts = t.names_of(given.all.get("lora_target_parameters") or [])
     return Became({"lora.targets": ["all-linear", *experts] if experts else "all-linear"})
 
 
-_LORA = lora_rules(_is_lora)
+chat_template = template(_TABLE["templates"])
 
 
-AXOLOTL: Mapping[str, Rule] = {
-    **hf.TRAINING_ARGUMENTS,
-    **SHARED,
-    **_LORA,
-    **t.rules_of("axolotl"),
-    "test_datasets": hf.evaluated_apart,
-    **t.each("model_config overrides_of_model_config", t.nested(
-        {"output_router_logits": t.switch({"experts.balance_loss": "model"})})),
-    **t.each("lora_target_modules lora_target_linear lora_target_parameters", _modules),
-    **t.each("batch_size per_device_train_batch_size gradient_accumulation_steps", _batch),
-    "warmup_ratio": lambda given: hf.warmup(given) if given.value is not None else Became({}, _WARMUP, check=True),
-    "datasets": _sources,
-    "chat_template": template(_TABLE["templates"]),
-    "chat_template_jinja": template({}),
-    "excess_length_strategy": _too_long,
-    "val_set_size": held_out,
-    "saves_per_epoch": _per_epoch("checkpoint.every_steps"),
-    "evals_per_epoch": _per_epoch("eval.every_steps"),
-    **hf.evaluation(lambda values: values.get("val_set_size")),
-    **t.each("save_steps save_strategy", hf.interval("checkpoint.every_steps", "save_strategy", "save_steps")),
-    "plugins": _plugins,
-    "special_tokens": _special_tokens,
-    "tokens": t.to("data.new_tokens", list, _NEW_ROWS, check=True),
-}  # fmt: skip
+def _tokens(given: Given) -> Became:
+    return Became({"data.new_tokens": list(given.value)}, _NEW_ROWS, check=True)
+
+
+saves_per_epoch, evals_per_epoch = _per_epoch("checkpoint.every_steps"), _per_epoch("eval.every_steps")

@@ -9,7 +9,7 @@ from typing import Any
 
 from flatout import Callback
 from flatout_migrate import translation as t
-from flatout_migrate.training_arguments import NULLABLE, TRAINING_ARGUMENTS
+from flatout_migrate.training_arguments import NULLABLE
 from flatout_migrate.translation import Became, Given, RefusedError, Rule
 
 _TABLE = t.read_table("unsloth")
@@ -25,10 +25,10 @@ def _targets(given: Given) -> Became:
         raise RefusedError("name linear layers of the decoder, or write all-linear")
     if isinstance(value, str):
         return Became({"lora.targets": [value, *experts] if experts else value})
-    return Became({"lora.targets": sorted({*(value or ())} - {*_ENDS}) + experts, **_saved(given).settings})
+    return Became({"lora.targets": sorted({*(value or ())} - {*_ENDS}) + experts, **saved(given).settings})
 
 
-def _saved(given: Given) -> Became:
+def saved(given: Given) -> Became:
     """Translate modules_to_save, with embeddings and head that are among target_modules: they are trained in full."""
     targets = given.all.get("target_modules")
     ends = [] if isinstance(targets, str | None) else [name for name in _ENDS if name in targets]
@@ -54,21 +54,13 @@ def _callbacks(given: Given) -> Became:
     return Became(settings)
 
 
-ARGUMENTS: Mapping[str, Rule] = {
-    **TRAINING_ARGUMENTS,
-    **t.rules_of("unsloth"),
-    # from_pretrained
-    "max_seq_length": t.to("data.max_tokens", lambda length: length or None),
-    "use_gradient_checkpointing": TRAINING_ARGUMENTS["gradient_checkpointing"],
-    # get_peft_model, and PEFT's LoraConfig
-    **t.each("target_modules target_parameters", _targets),
-    "modules_to_save": _saved,
-    "layers_to_transform": t.to("lora.layers", lambda layers: [layers] if isinstance(layers, int) else layers or None),
-    # trainers
-    "data_collator": _collator,
-    **t.each("optimizers optimizer_cls_and_kwargs model_init", t.only((None, (None, None)), "write optim= instead")),
-    "callbacks": _callbacks,
-}
+def layers(given: Given) -> Became:
+    """Translate layers_to_transform: a layer, or several."""
+    return Became({"lora.layers": [given.value] if isinstance(given.value, int) else given.value or None})
+
+
+own_optimizer = t.by_cases([{"if": {"value": (None, (None, None))}}, {"refused": "write optim= instead"}])
+ARGUMENTS = t.rules_of("unsloth")
 
 
 def settings_of(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from flatout import UsageError
 from flatout.api.settings import read_yaml
 from flatout_migrate.preference import SYSTEMS, refuse_rollouts
 from flatout_migrate.shell import assignments, commands_of, plain, replaced
-from flatout_migrate.translation import read_table
+from flatout_migrate.translation import Command, read_table
 
 # a trainer's command -> the system that `flatout convert` translates; TRL has a script of each name too
 _KNOWN: Mapping[str, str] = {**read_table("systems")["commands"], **{name.replace("-", " "): name for name in SYSTEMS}}
@@ -25,22 +24,6 @@ _PROGRAMS = {command.split()[0] for command in _KNOWN}
 _RANKS = re.compile(r"(?:NPROC_PER_NODE=|--(?:nproc[_-]per[_-]node|num_processes|num_gpus)[= ])(\S+)")
 _NODES = re.compile(r"(?:NNODES=|--nnodes[= ])(?!1\b)(\S+)")
 _PICTURES = {"MAX_PIXELS", "VIDEO_MAX_PIXELS", "IMAGE_MAX_TOKEN_NUM", "VIDEO_MAX_TOKEN_NUM"}
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A trainer's command: its options and their values, its system, and its ranks in the script's own words.
-
-    `beside` names commands of the same programs that train nothing, and what does the same here; `calls` are the names
-    of what a Python script calls, and `code` what its rewards need.
-    """
-
-    values: dict[str, Any]
-    system: str = ""
-    num_ranks: str = "1"
-    beside: Mapping[str, str] = field(default_factory=dict)
-    calls: Set[str] = frozenset()
-    code: str = ""
 
 
 def read_command(file: Path) -> Command:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shlex
 import sys
 import textwrap
 from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +25,16 @@ from flatout.api.settings import (
     read_overrides,
     read_yaml,
 )
-from flatout_migrate import training_arguments as hf
-from flatout_migrate.axolotl import translate_axolotl
-from flatout_migrate.command import Command, read_command
-from flatout_migrate.grpo import COPIED
-from flatout_migrate.llamafactory import translate_llamafactory
-from flatout_migrate.preference import GRPO, SYSTEMS, method_of, refuse_rollouts
-from flatout_migrate.script_calls import read_script, translate_script
-from flatout_migrate.swift import translate_swift, translate_swift_sft
-from flatout_migrate.translation import Translation, read_table, translate
-from flatout_migrate.trl import translate_trl
+from flatout_migrate.command import read_command
+from flatout_migrate.grpo import name_copied
+from flatout_migrate.preference import GRPO, refuse_rollouts
+from flatout_migrate.script_calls import read_script
+from flatout_migrate.translation import Command, Translation, read_table
 
 # system -> names that its files have, and other systems' files do not
 _MARKS = {system: {*names.split()} for system, names in read_table("systems")["marks"].items()}
-_SYSTEMS = (*_MARKS, "ms-swift-pt", *SYSTEMS)
+_MODULES: Mapping[str, str] = read_table("systems")["modules"]
+_SYSTEMS = [name for name in _MODULES if name != "script"]
 # names without which a file says nothing that can be trained
 _NEEDED = frozenset(read_table("systems")["needed"].split())
 
@@ -83,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
     num_gpus = int(command.num_ranks) if args.gpus is None else args.gpus
     if num_gpus < 1:
         raise UsageError(f"{args.file}: {num_gpus} GPUs; give --gpus N, of all nodes, at least 1")
-    translation = _translate(system, command, num_gpus, args.file.parent)
+    module = import_module(f"flatout_migrate.{_MODULES[system]}")
+    translation = module.translate(replace(command, system=system, folder=args.file.parent), num_gpus)
     # what needs a decision stands first
     outcomes = sorted(translation.outcomes, key=lambda outcome: outcome.kind != "refused")
     table = [(outcome.name + " (default)" * outcome.is_default, outcome.describe()) for outcome in outcomes]
@@ -124,7 +122,7 @@ def _files_beside(
         settings["data"]["template"] = str(path)
     if code:
         files[path := args.to.with_name(f"{args.to.stem}_rewards.py")] = code
-        settings = json.loads(json.dumps(settings).replace(json.dumps(COPIED)[1:-1], json.dumps(f"{path}:")[1:-1]))
+        name_copied(settings, path)
     return settings, files
 
 
@@ -153,8 +151,7 @@ def _read(file: Path) -> Command:
             raise UsageError(f"{file}: expected a JSON object of names and values; rows are data, not settings")
         return Command(values)
     if file.suffix in (".py", ".ipynb"):
-        values, calls, code = read_script(file)
-        return Command(values, "script", calls=calls, code=code)
+        return read_script(file)
     return read_command(file) if file.suffix == ".sh" else Command(read_yaml(file))
 
 
@@ -199,21 +196,3 @@ def _remove(given: dict[str, Any], name: str, file: Path) -> None:
     if last not in given:
         raise UsageError(f"--without {name}: {file} has no such name")
     del given[last]
-
-
-def _translate(system: str, command: Command, num_gpus: int, folder: Path) -> Translation:
-    given = command.values
-    if system == "axolotl":
-        return translate_axolotl(given, num_gpus)
-    if system == "llama-factory":
-        return translate_llamafactory(given, num_gpus, folder)
-    if system == "ms-swift":
-        return translate_swift(given, num_gpus)
-    if system.startswith("ms-swift"):
-        return translate_swift_sft(given, num_gpus, is_pretraining=system == "ms-swift-pt")
-    if system == "script":
-        return translate_script(given, command.calls, num_gpus)
-    if system.startswith("trl"):
-        return translate_trl(given, num_gpus, system.removeprefix("trl-") if system != "trl" else method_of(given))
-    defaults, table = hf.TRANSFORMERS_DEFAULTS, hf.TRAINING_ARGUMENTS
-    return translate(given, table, defaults=defaults, nullable=hf.NULLABLE, num_gpus=num_gpus)

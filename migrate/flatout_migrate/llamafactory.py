@@ -11,8 +11,8 @@ from flatout import UsageError
 from flatout.api.settings import read_json
 from flatout_migrate import training_arguments as hf
 from flatout_migrate import translation as t
-from flatout_migrate.translation import Became, Given, RefusedError, Rule, Translation
-from flatout_migrate.trl import SHARED, held_out, lora_rules, template
+from flatout_migrate.translation import Became, Command, Given, RefusedError, Rule, Translation
+from flatout_migrate.trl import template
 
 _TABLE = t.read_table("llamafactory")
 # the format of the rows of a stage that compares or judges answers
@@ -22,30 +22,23 @@ _LOSSES: Mapping[str, str] = _TABLE["losses"]
 _FIELDS: Mapping[str, tuple[str, str]] = _TABLE["fields"]
 
 
-def _role(ours: str) -> Rule:
-    return lambda given: Became({f"roles.{given.value}": ours})
+def role(given: Given) -> Became:
+    """Translate a tag of a role: what it names has this role."""
+    return Became({f"roles.{given.value}": _TABLE["roles of tags"][given.name]})
 
 
-# an entry of dataset_info.json -> one of data.sources
-_DATASET: Mapping[str, Rule] = {
-    **t.rules_of("llamafactory", "of a data set"),
-    "tags": t.nested(
-        t.rules_of("llamafactory", "of tags") | {name: _role(ours) for name, ours in _TABLE["roles of tags"].items()}
-    ),
-}
-
-
-def translate_llamafactory(given: Mapping[str, Any], num_gpus: int = 1, folder: Path = Path()) -> Translation:
-    """Translate a YAML of LLaMA-Factory; relative paths in it are looked up here, then in `folder`.
+def translate(command: Command, num_gpus: int) -> Translation:
+    """Translate a YAML of LLaMA-Factory; relative paths in it are looked up here, then in its folder.
 
     Raises UsageError for a file that merges or answers, with the command that does it.
     """
+    given = command.values
     _require_training(given)
     defaults = {**hf.TRANSFORMERS_DEFAULTS, **t.defaults_of("llamafactory", given)}
     if "lora_rank" in defaults:
         defaults["lora_alpha"] = 2 * int(given.get("lora_rank") or 8)
-    data: dict[str, Rule] = t.each("dataset dataset_dir max_samples", lambda it: _sources(it, folder))
-    table = {**LLAMA_FACTORY, **data}
+    data: dict[str, Rule] = t.each("dataset dataset_dir max_samples", lambda it: _sources(it, command.folder))
+    table = t.rules_of("llamafactory") | data
     return t.translate(given, table, defaults=defaults, nullable=hf.NULLABLE - {"max_length"}, num_gpus=num_gpus)
 
 
@@ -118,7 +111,7 @@ def _num_rows(path: str) -> float:
 
 def _source(entry: Mapping[str, Any], name: str, root: Path) -> dict[str, Any]:
     try:
-        source = {"format": "alpaca"} | t.inner(entry, _DATASET).settings
+        source = {"format": "alpaca"} | t.inner(entry, t.rules_of("llamafactory/of a data set")).settings
     except RefusedError as reason:
         raise RefusedError(f"{name}: {reason}") from None
     if "file_name" in entry:
@@ -132,16 +125,7 @@ def _source(entry: Mapping[str, Any], name: str, root: Path) -> dict[str, Any]:
     return source
 
 
-def _adapter(given: Given) -> Became:
-    if len(t.names_of(given.value)) > 1:
-        raise RefusedError("one adapter is trained on; merge the others into the model first: flatout merge")
-    loss = given.all.get("pref_loss") if given.all.get("stage") == "dpo" else given.all.get("stage")
-    has_reference = loss in ("sigmoid", "ipo", "kto")
-    note = "the reference is the model without this adapter there, with it here" if has_reference else ""
-    return Became({"lora.continue_from": given.value}, note, check=has_reference)
-
-
-def _preference(given: Given) -> Became:
+def preference(given: Given) -> Became:
     """Translate a setting of stage: dpo or kto, which no other stage reads."""
     stage = given.all.get("stage")
     if stage not in ("dpo", "kto"):
@@ -160,15 +144,4 @@ def _preference(given: Given) -> Became:
     return Became({f"objective.{field}": given.number() + (field == "sft_weight" and kind == "orpo")})
 
 
-LLAMA_FACTORY: Mapping[str, Rule] = {
-    **hf.TRAINING_ARGUMENTS,
-    **SHARED,
-    **t.rules_of("llamafactory"),
-    "eval_dataset": hf.evaluated_apart,
-    **hf.evaluation(lambda values: values.get("val_size")),
-    **lora_rules(lambda values: values.get("finetuning_type") == "lora"),
-    "adapter_name_or_path": _adapter,
-    **dict.fromkeys(("pref_loss", *_FIELDS), _preference),
-    "template": template({"llama3": "llama-3", "chatml": "chatml", "qwen3_nothink": "chatml"}),
-    "val_size": held_out,
-}  # fmt: skip
+chat_template = template({"llama3": "llama-3", "chatml": "chatml", "qwen3_nothink": "chatml"})

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flatout import UsageError
-from flatout_migrate import grpo
 from flatout_migrate import translation as t
-from flatout_migrate.training_arguments import TRAINING_ARGUMENTS, TRANSFORMERS_DEFAULTS
+from flatout_migrate.training_arguments import TRANSFORMERS_DEFAULTS
 from flatout_migrate.translation import Became, Given, RefusedError, Rule
 
 _TABLE = t.read_table("preference")
@@ -20,7 +19,6 @@ _FIELDS: Mapping[str, tuple[str, str]] = _TABLE["fields"]
 # kinds whose loss there has label smoothing, which flatout's has not
 _SMOOTHED = ("cpo", "simpo")
 _OLD_SMOOTHING = "conservative DPO, as in TRL before its release 1.0; later ones read it with loss_type: robust only"
-_WHOLE = "nothing of a prompt or an answer is cut: what is longer than max_length is left out whole"
 _ORPO = "there, the chosen answer's cross-entropy is over its prompt too; here over the answer alone"
 _MARGIN = "there, rows with a margin have it in the loss; set objective.margin for that"
 _METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "nll", "kl")
@@ -30,7 +28,8 @@ SYSTEMS = tuple(f"trl-{method}" for method in (*LOSSES, "grpo"))
 def defaults_of(method: str, given: Mapping[str, Any], *, is_unsloth: bool = False) -> dict[str, Any]:
     """Return what TRL's trainer of this method does without being told, where flatout's default differs."""
     if method == "grpo":
-        return grpo.defaults_of(given, is_unsloth=is_unsloth)
+        of_unsloth = t.defaults_of("grpo", given, "defaults of Unsloth") if is_unsloth else {}
+        return {**TRANSFORMERS_DEFAULTS, **t.defaults_of("grpo", given), **of_unsloth}
     first, *_ = LOSSES[method]
     known = {"method": method, "loss_type": given.get("loss_type", first)}
     return {**TRANSFORMERS_DEFAULTS, "max_length": 1024, "loss_type": first, **t.defaults_of("preference", known)}
@@ -39,17 +38,13 @@ def defaults_of(method: str, given: Mapping[str, Any], *, is_unsloth: bool = Fal
 def rules_of_method(method: str, loss: str = "") -> dict[str, Rule]:
     """Return the rules for the names of a trainer's loss, besides those of TrainingArguments; `loss` is a fixed one."""
     if method == "grpo":
-        return dict(grpo.RULES)
+        return t.rules_of("grpo")
     rules = {name: _field(method, name, loss) for name in _FIELDS}
     return {
         **t.rules_of("preference"),
         **rules,
         **t.each("loss_type loss_weights", lambda given: _loss(method, given, loss)),
-        "max_length": t.to("data.max_tokens", note=_WHOLE, check=True),
-        **t.each("max_prompt_length max_completion_length max_target_length", t.switch({}, _WHOLE, check=True)),
-        "truncation_mode": t.any_value(_WHOLE),
-        "metric_for_best_model": _best,
-    }  # fmt: skip
+    }
 
 
 def method_of(given: Mapping[str, Any]) -> str:
@@ -134,7 +129,7 @@ def _best(given: Given) -> Became:
     name = str(given.value).removeprefix("eval_")
     if name in _METRICS:
         return Became({"eval.best": name})
-    return TRAINING_ARGUMENTS["metric_for_best_model"](given)
+    return t.rules_of("training_arguments")["metric_for_best_model"](given)
 
 
 # Axolotl's rl -> TRL's trainer and its loss

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ from flatout_migrate.copied import Copied
 from flatout_migrate.grpo import COPIED, is_of_trl
 from flatout_migrate.preference import defaults_of, refuse_rollouts, row_format, rules_of_method
 from flatout_migrate.script import Call, Script
-from flatout_migrate.training_arguments import NULLABLE, SFT_DEFAULTS, TRANSFORMERS_DEFAULTS, evaluated_apart
-from flatout_migrate.translation import Became, Given, RefusedError, Rule, Translation, Unread
-from flatout_migrate.trl import OF_DATA, SHARED, TRL, held_out, judged, template
+from flatout_migrate.training_arguments import NULLABLE, SFT_DEFAULTS, TRANSFORMERS_DEFAULTS
+from flatout_migrate.translation import Command, RefusedError, Translation, Unread
+from flatout_migrate.trl import judged, template
 
 _TABLE = t.read_table("scripts")
 # a trainer or its arguments -> TRL's method, "" for supervised training
@@ -26,33 +26,19 @@ _CONFIGS = {f"{name}Config": method for name, method in _TABLE["trainers"].items
 _PLAIN_CONFIGS = {"TrainingArguments", "UnslothTrainingArguments"}
 _UNSLOTH = ("FastLanguageModel", "FastModel", "FastVisionModel")
 _MODELS = ("ForCausalLM", "ForImageTextToText", "ForConditionalGeneration", "ForSequenceClassification")
+_SCORING = "ForSequenceClassification.from_pretrained"
 _PLACES = {name: places.split() for names, places in _TABLE["places"].items() for name in names.split()}
-_NOT_RUN = {name: why for why, names in _TABLE["not run"].items() for name in names.split()}
+_NOT_RUN = {name for names in _TABLE["not run"]["cases"] for name in names.split()}
 _HARMLESS, _OBJECTS = {*_TABLE["harmless"].split()}, {*_TABLE["objects"].split()}
 
 
-def _not_run(given: Given) -> Became:
-    raise RefusedError(f"{given.value}: {_NOT_RUN[given.name]}")
+chat_template = template({name: name for name in _TABLE["templates"].split()})
 
 
-_OF_SCRIPTS: Mapping[str, Rule] = {
-    **SHARED,
-    **t.rules_of("scripts"),
-    **{name: TRL[name] for name in (*OF_DATA.split(), "dataset_text_field", "tokenizer_name_or_path")},
-    "chat_template": template({name: name for name in _TABLE["templates"].split()}),
-    "test_split_size": held_out,
-    "eval_dataset": evaluated_apart,
-    "formatting_func": t.off(_NOT_RUN["map"]),
-    **dict.fromkeys(_NOT_RUN, _not_run),
-}
-
-
-def read_script(file: Path) -> tuple[dict[str, Any], Set[str], str]:
+def read_script(file: Path) -> Command:
     """Return the arguments of a script's calls by name, the names of the calls, and the code that rewards need.
 
-    The script is never run.
-
-    Raises UsageError for a file without a trainer that is known here.
+    The script is never run. Raises UsageError for a file without a trainer that is known here.
     """
     script = Script(file)
     calls = script.calls()
@@ -66,19 +52,19 @@ def read_script(file: Path) -> tuple[dict[str, Any], Set[str], str]:
             raise UsageError(f"{file} imports flatout, so it needs no translation; see docs/front-doors.md")
         raise UsageError(f"{file}: calls none of {known}, whose arguments can be read without running it")
     arguments = _Arguments(script, calls)
-    return arguments.given, names, arguments.copied.text()
+    return Command(arguments.given, "script", calls=names, code=arguments.copied.text())
 
 
-def translate_script(given: Mapping[str, Any], calls: Set[str], num_gpus: int = 1) -> Translation:
+def translate(command: Command, num_gpus: int) -> Translation:
     """Translate what `read_script` found, by the defaults of the libraries whose calls these are."""
-    given, known = dict(given), {**_CONFIGS, **_TRAINERS}
+    given, calls, known = dict(command.values), command.calls, {**_CONFIGS, **_TRAINERS}
     method, is_unsloth = max(known.get(name, "") for name in calls), any(name.startswith(_UNSLOTH) for name in calls)
     defaults = defaults_of(method, given, is_unsloth=is_unsloth) if method else {**SFT_DEFAULTS}
     defaults |= TRANSFORMERS_DEFAULTS if not method and calls & _PLAIN_CONFIGS else {}
-    of_method = {**rules_of_method(method), "task_type": t.any_value("the objective decides it")} if method else {}
-    table = {**ARGUMENTS, **_OF_SCRIPTS, **of_method}
+    of_method = rules_of_method(method) | t.rules_of("scripts/of methods") if method else {}
+    table = ARGUMENTS | t.rules_of("scripts") | of_method
     if str(rows := given.get("map", "")).startswith(COPIED):
-        table |= {**judged(rows), "map": t.any_value("copied beside the configuration, as the converter of the rows")}
+        table |= judged(rows) | t.rules_of("scripts/of copied rows")
     elif method:
         table |= judged(row_format(method))
     named = {"LoraConfig": "LoraConfig" in calls, "FastVisionModel": "FastVisionModel.from_pretrained" in calls}
@@ -89,7 +75,7 @@ def translate_script(given: Mapping[str, Any], calls: Set[str], num_gpus: int = 
         given.pop(unread, None)
     defaults = {**(PEFT_DEFAULTS if defaults.pop("get_peft_model", False) else {}), **defaults}
     if "finetune_vision_layers" in defaults:
-        table["finetune_vision_layers"] = t.to("model.freeze_vision_tower", lambda value: not value)
+        table |= t.rules_of("scripts/of pictures")
     return t.translate(given, table, defaults=defaults, nullable=NULLABLE | {"target_modules"}, num_gpus=num_gpus)
 
 
@@ -99,7 +85,9 @@ class _Arguments:
     def __init__(self, script: Script, calls: list[Call]) -> None:
         self.script, self.given, self._where = script, dict[str, Any](), dict[str, str]()
         self.copied = Copied(script)
-        for call in calls:
+        # GRPO trains no model that scores: such a call loads a reward
+        rewards = _SCORING if any(call.name == "GRPOTrainer" for call in calls) else ()
+        for call in (one for one in calls if not one.name.endswith(rewards)):
             name, line = call.name, call.node.lineno
             if name in _PLACES or name.removesuffix(".from_pretrained").endswith(_MODELS):
                 self._read(call, _PLACES.get(name, ["model_name_or_path"]))
@@ -174,24 +162,42 @@ class _Arguments:
                 "model_name_or_path" if is_trainer and name == "model" else name, value, node.lineno, call.condition
             )
 
-    def _rewards(self, node: ast.expr) -> list[str] | Unread:
-        """Return names of reward functions; those at the top of the script are copied. Its file itself would train."""
-        names = []
+    def _rewards(self, node: ast.expr) -> list[Any] | Unread:
+        """Return the names of reward functions, and {model: NAME} for a model that scores."""
+        names = list[Any]()
         for part in node.elts if isinstance(node, ast.List | ast.Tuple) else [node]:
-            name = self.script.name_of(part)
-            file = self.script.file.parent / f"{self.script.imported.get(name, '').replace('.', '/')}.py"
             try:
-                if not isinstance(part, ast.Name):
-                    raise RefusedError(f"{ast.unparse(part):.60} has no name; write def at the top of the file")
-                if file.is_file():
-                    names.append(f"{file}:{name}")
-                    continue
-                if not is_of_trl(name):
-                    self.copied.keep(part.id)
-                names.append(f"{COPIED}{part.id if not is_of_trl(name) else name}")
+                names.append(self._reward_model(part) or self._reward_function(part))
             except RefusedError as why:
                 return Unread(f"line {part.lineno}: {why}")
         return names
+
+    def _reward_model(self, part: ast.expr) -> dict[str, Any] | None:
+        """Return {model: NAME} for a name, or a call that loads one; None for a function. Raises RefusedError."""
+        made = self.script.bound_to(part)
+        if not isinstance(made, ast.Call):
+            return {"model": name} if isinstance(name := self.script.value(made), str) else None
+        if not ast.unparse(made.func).endswith(_SCORING):
+            return None
+        named = {one.arg or "**": self.script.value(one.value) for one in made.keywords}
+        model = self.script.value(made.args[0]) if made.args else named.pop("pretrained_model_name_or_path", None)
+        if other := named.keys() - {"num_labels", "dtype", "torch_dtype", "device_map"}:
+            raise RefusedError(f"{min(other)} of a reward model is not read; write the model that it makes to a folder")
+        if named.get("num_labels", 1) != 1:
+            raise RefusedError("a reward model has one score here; write num_labels=1")
+        return {"model": model}
+
+    def _reward_function(self, part: ast.expr) -> str:
+        """Return FILE.py:NAME; a function of the script is copied, as its file would train. Raises RefusedError."""
+        name = self.script.name_of(part)
+        file = self.script.file.parent / f"{self.script.imported.get(name, '').replace('.', '/')}.py"
+        if not isinstance(part, ast.Name):
+            raise RefusedError(f"{ast.unparse(part):.60} has no name; write def at the top of the file")
+        if file.is_file():
+            return f"{file}:{name}"
+        if not is_of_trl(name):
+            self.copied.keep(part.id)
+        return f"{COPIED}{part.id if not is_of_trl(name) else name}"
 
     def _copy_map(self, calls: list[ast.Call]) -> None:
         """Make the function of the one `map` of the rows their converter; what cannot be one stays refused."""

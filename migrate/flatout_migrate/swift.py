@@ -5,48 +5,49 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from flatout_migrate import training_arguments as hf
 from flatout_migrate import translation as t
 from flatout_migrate.preference import defaults_of, row_format, rules_of_method
-from flatout_migrate.translation import Became, Given, RefusedError, Rule, Translation
-from flatout_migrate.trl import OWN_TEMPLATE, SHARED, held_out, lora_rules, template, with_experts
+from flatout_migrate.translation import Became, Command, Given, RefusedError, Translation
+from flatout_migrate.trl import with_experts
 
 # its rlhf_type -> TRL's trainer and its one loss; loss_type names one of several
 METHODS: Mapping[str, tuple[str, str]] = t.read_table("preference")["ms-swift"]
 _TYPES = ("train_type", "tuner_type", "sft_type")
 _DATA_SET = re.compile(r"(?:(?P<hub>(?i:hf|ms))::)?(?P<path>.+?)(?::(?P<subset>[^:#]+))?(?:#(?P<count>\d+))?")
 _OF_MODELSCOPE = "an id of ModelScope there, of the Hugging Face hub here"
-_FILES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 _WITHOUT_REFERENCE = ("cpo", "orpo", "reward")
 
 
-def translate_swift(given: Mapping[str, Any], num_gpus: int = 1) -> Translation:
-    """Translate the options of `swift rlhf`, by the defaults of ms-swift 3.8 and later."""
+def translate(command: Command, num_gpus: int) -> Translation:
+    """Translate the options of `swift sft`, `swift pt` or `swift rlhf`, by the defaults of ms-swift 3.8 and later."""
+    given = command.values
+    if command.system == "ms-swift":
+        return _translate_rlhf(given, num_gpus)
+    defaults = {**hf.TRANSFORMERS_DEFAULTS, **_defaults(given, num_gpus), "truncation_strategy": "delete"}
+    is_pretraining = command.system == "ms-swift-pt"
+    defaults |= {"use_chat_template": False, "loss_scale": "all"} if is_pretraining else {"template": "default"}
+    table = t.rules_of("swift") | t.rules_of("swift/of answers")
+    return t.translate(given, table, defaults=defaults, nullable=hf.NULLABLE, num_gpus=num_gpus)
+
+
+def _translate_rlhf(given: Mapping[str, Any], num_gpus: int) -> Translation:
     kind = str(given.get("rlhf_type", "dpo"))
     method, loss = METHODS.get(kind, ("dpo", ""))
     own = t.defaults_of("swift", {**given, "rlhf_type": kind}, "defaults of rlhf")
     defaults = {**defaults_of(method, given), "rlhf_type": kind, **_defaults(given, num_gpus), **own}
     if loss:
         del defaults["loss_type"]
-    fixed = {"loss_type": t.only((loss,), f"{kind} has one loss; remove it")} if loss else {}
-    is_lora = _is_lora(given)
-    table = {**SWIFT, **rules_of_method(method, loss), **_OWN, **_lora(is_lora), **_RLHF, **fixed}
-    return t.translate(given, table, defaults=defaults, nullable=hf.NULLABLE, num_gpus=num_gpus)
-
-
-def translate_swift_sft(given: Mapping[str, Any], num_gpus: int = 1, *, is_pretraining: bool = False) -> Translation:
-    """Translate the options of `swift sft`, or of `swift pt`, by the defaults of ms-swift 3.8 and later."""
-    defaults = {**hf.TRANSFORMERS_DEFAULTS, **_defaults(given, num_gpus), "truncation_strategy": "delete"}
-    defaults |= {"use_chat_template": False, "loss_scale": "all"} if is_pretraining else {"template": "default"}
-    table = {**SWIFT, **_OWN, **_lora(_is_lora(given)), **_SFT}
+    others: list[Mapping[str, Any]] = [{"if": {"value": [loss]}}, {"refused": f"{kind} has one loss; remove it"}]
+    fixed = {"loss_type": t.by_cases(others)} if loss else {}
+    table = t.rules_of("swift") | rules_of_method(method, loss) | t.rules_of("swift/of rlhf") | fixed
     return t.translate(given, table, defaults=defaults, nullable=hf.NULLABLE, num_gpus=num_gpus)
 
 
 def _is_lora(given: Mapping[str, Any]) -> bool:
-    return all(given.get(name, "lora") == "lora" for name in _TYPES)
+    return all(given.get(name) in (None, "lora") for name in _TYPES)
 
 
 def _defaults(given: Mapping[str, Any], num_gpus: int) -> dict[str, Any]:
@@ -61,7 +62,7 @@ def _defaults(given: Mapping[str, Any], num_gpus: int) -> dict[str, Any]:
     return defaults
 
 
-def _kind(given: Given) -> Became:
+def _rlhf_type(given: Given) -> Became:
     if given.value not in METHODS:
         raise RefusedError(f"{given.value!r:.40} is not supported; flatout has {', '.join(METHODS)}")
     method, loss = METHODS[given.value]
@@ -69,16 +70,11 @@ def _kind(given: Given) -> Became:
 
 
 def _model(given: Given) -> Became:
-    note = _OF_MODELSCOPE if _is_id(str(given.value)) and not given.all.get("use_hf") else ""
+    note = _OF_MODELSCOPE if hf.is_hub_id(str(given.value)) and not given.all.get("use_hf") else ""
     return Became({"model.name": given.value}, note, check=bool(note))
 
 
-def _is_id(name: str) -> bool:
-    """Return whether a name is that of a hub, and no file or folder."""
-    return name.count("/") == 1 and not (name.startswith(".") or Path(name).exists() or Path(name).suffix in _FILES)
-
-
-def _sources(given: Given) -> Became:
+def sources(given: Given) -> Became:
     """Translate `HF::path:subset#rows`, once or several times; without HF:: or MS::, `use_hf` says which hub."""
     method, _ = METHODS.get(str(given.all.get("rlhf_type")), ("", ""))
     values = given.value if isinstance(given.value, list) else [given.value]
@@ -86,14 +82,14 @@ def _sources(given: Given) -> Became:
     for text in map(str, values):
         match = _DATA_SET.fullmatch(text)
         hub, path, subset, count = match.groups() if match else (None, text, None, None)
-        of_modelscope = hub.lower() == "ms" if hub else _is_id(path) and not given.all.get("use_hf")
+        of_modelscope = hub.lower() == "ms" if hub else hf.is_hub_id(path) and not given.all.get("use_hf")
         if subset and "/" in subset:
             raise RefusedError(f"{text}: name each subset in an entry of its own")
         if path.endswith("self-cognition"):
             raise RefusedError(f"{text}: write your model_name and model_author into its rows, and name that file")
         source = {"path": path, **({"subset": subset} if subset else {})}
         if count and len(values) > 1:
-            if not _is_id(path):
+            if not hf.is_hub_id(path):
                 raise RefusedError(f"{text}: data.num_samples counts the rows of all data sets; cut the files instead")
             source["split"] = f"train[:{count}]"
         elif count:
@@ -121,7 +117,7 @@ def _adapters(given: Given) -> Became:
 
 def _targets(given: Given) -> Became:
     if given.all.get("target_parameters"):
-        return with_experts("target_modules", "target_parameters")(given)
+        return with_experts(given, "target_modules", "target_parameters")
     names = [name.strip() for name in t.names_of(given.all.get("target_modules") or "all-linear")]
     return Became({"lora.targets": "all-linear" if names == ["all-linear"] else names})
 
@@ -134,11 +130,6 @@ def _deepspeed(given: Given) -> Became:
     return Became({"strategy": "ddp" if named[1] == "0" else f"zero{named[1]}", **offload})
 
 
-def _lora(is_lora: bool) -> dict[str, Rule]:
-    own = {**t.each("target_modules target_parameters", _targets), **t.rules_of("swift", "of LoRA")}
-    return lora_rules(lambda _: is_lora) | t.when(lambda _: is_lora, own, "read only with LoRA")
-
-
 def _loss_scale(given: Given) -> Became:
     scales = str(given.value).split("+")
     if more := set(scales) - {"default", "all", "ignore_empty_think"}:
@@ -147,33 +138,3 @@ def _loss_scale(given: Given) -> Became:
         {"data.loss_type": "all" if "all" in scales else "response_only"}
         | ({"data.empty_reasoning": "mask"} if "ignore_empty_think" in scales else {})
     )
-
-
-def _templates(given: Given) -> Became:
-    """Translate the template: ms-swift has copies of its own, and a system prompt of its own where rows have none."""
-    if given.value != "default":
-        return template({})(given)
-    return Became({}, f"{OWN_TEMPLATE}, also for rows without a system prompt", check=True)
-
-
-SWIFT: Mapping[str, Rule] = {**hf.TRAINING_ARGUMENTS, **SHARED, **t.rules_of("swift")}
-_OWN: Mapping[str, Rule] = {
-    "rlhf_type": _kind,
-    "model": _model,
-    "dataset": _sources,
-    "split_dataset_ratio": held_out,
-    "val_dataset": hf.evaluated_apart,
-    **hf.evaluation(lambda values: values.get("split_dataset_ratio")),
-    **t.each("adapters ref_adapters", _adapters),
-    **t.rules_of("swift", "of the reference"),
-    "deepspeed": _deepspeed,
-}
-_RLHF: Mapping[str, Rule] = {
-    **t.rules_of("swift", "of rlhf"),
-    "max_length": t.to("data.max_tokens", note="a pair with a longer answer is left out whole"),
-}
-_SFT: Mapping[str, Rule] = {
-    **t.rules_of("swift", "of answers"),
-    "loss_scale": _loss_scale,
-    "template": _templates,
-}

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from flatout_migrate import translation as t
-from flatout_migrate.translation import Became, Given, RefusedError, Rule
+from flatout_migrate.translation import Became, Command, Given, RefusedError, Rule, Translation
 
 _TABLE = t.read_table("training_arguments")
 # what these systems do without being told, where flatout's default differs
 TRANSFORMERS_DEFAULTS: Mapping[str, Any] = _TABLE["defaults"]
 SFT_DEFAULTS: Mapping[str, Any] = {**TRANSFORMERS_DEFAULTS, **_TABLE["defaults of TRL"]}
-# of data sets that are not trained on: how to evaluate on them
+# data sets that are not trained on
 evaluated_apart = t.by_cases(_TABLE["evaluated apart"])
 PACKED = "there, a packed row of several samples counts as one; raise this for as many tokens a step"
 # names whose null is a value of its own
 NULLABLE = frozenset({"max_length", "max_seq_length", "max_grad_norm", "max_completion_length", "save_total_limit"})
 TRACKERS: Mapping[str, str] = _TABLE["trackers"]
+_FILES = (".json", ".jsonl", ".csv", ".parquet", ".txt")
 _FSDP: Mapping[str, Any] = _TABLE["fsdp"]
+
+
+def translate(command: Command, num_gpus: int) -> Translation:
+    """Translate a file of TrainingArguments."""
+    table, defaults = t.rules_of("training_arguments"), TRANSFORMERS_DEFAULTS
+    return t.translate(command.values, table, defaults=defaults, nullable=NULLABLE, num_gpus=num_gpus)
 
 
 def samples_per_step(given: Given) -> Became:
@@ -117,46 +124,30 @@ def fsdp(given: Given) -> Became:
     return Became(settings)
 
 
-def evaluation(is_held_out: Callable[[Mapping[str, Any]], object]) -> dict[str, Rule]:
-    """Return the rules of when to evaluate, which count only if `is_held_out` says so of all values."""
-    names = ("eval_steps", "eval_strategy", "evaluation_strategy")
-    return t.when(is_held_out, {name: TRAINING_ARGUMENTS[name] for name in names}, "no rows are held out")
-
-
 def deepspeed_file(given: Given) -> Became:
     """Translate the path of a DeepSpeed file; of one that is not here, the stage of ZeRO that its name tells."""
     value = given.value
     stage = re.search(r"z(?:ero)?[_-]?([0-3])", Path(str(value)).stem.lower())
     if not isinstance(value, str) or not value or stage is None or Path(value).exists():
-        return TRAINING_ARGUMENTS["deepspeed"](given)
+        return t.rules_of("training_arguments")["deepspeed"](given)
     offload = {"sharding.offload": True} if "offload" in value else {}
     note = f"{value} is not here, its name says ZeRO stage {stage[1]}"
     return Became({"strategy": "ddp" if stage[1] == "0" else f"zero{stage[1]}", **offload}, note, check=True)
 
 
-MODEL_ARGUMENTS: Mapping[str, Rule] = t.rules_of("training_arguments", "of the model")
-TRAINING_ARGUMENTS: Mapping[str, Rule] = {
-    **MODEL_ARGUMENTS,
-    **t.rules_of("training_arguments"),
-    **t.each("per_device_train_batch_size gradient_accumulation_steps", samples_per_step),
-    "max_steps": lambda given: (
-        Became({"batch.max_steps": int(given.number())}) if given.number() > 0 else Became(note="epochs decide")
-    ),
-    "max_grad_norm": t.number("optim.max_grad_norm", null_up_to=0),
-    **t.when(
-        lambda values: values.get("optim") != "sgd", t.rules_of("training_arguments", "of adam"), "sgd does not read it"
-    ),
-    "lr_scheduler_kwargs": _schedule_arguments,
-    **t.each("warmup_steps warmup_ratio", warmup),
-    **t.each("fsdp fsdp_config fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params", fsdp),
-    "model_init_kwargs": t.nested(MODEL_ARGUMENTS),
-    **t.each(
-        "eval_strategy evaluation_strategy eval_steps",
-        interval("eval.every_steps", "eval_strategy", "eval_steps", kind="no", fallback="logging_steps"),
-    ),
-    **t.each("logging_steps logging_strategy", interval("log_every_steps", "logging_strategy", "logging_steps")),
-    "report_to": report_to,
-    "run_name": run_name,
-    **t.each("save_strategy save_steps", interval("checkpoint.every_steps", "save_strategy", "save_steps")),
-    "save_total_limit": lambda given: Became({"checkpoint.keep": int(given.number()) if given.value else 1_000_000}),
-}
+def held_out(given: Given) -> Became:
+    """Translate a share of the rows to hold out; numbers of rows are refused."""
+    if (share := given.number()) > 0.5:
+        raise RefusedError(f"{share:g} rows: write the share of the data set, up to 0.5, or build a set for eval.data")
+    return Became({"eval.fraction": share})
+
+
+def is_hub_id(name: str) -> bool:
+    """Return whether a name is that of a hub, and no file or folder."""
+    is_file = Path(name).exists() or Path(name).suffix in _FILES
+    return name.count("/") == 1 and not name.startswith(".") and not is_file
+
+
+evaluated = interval("eval.every_steps", "eval_strategy", "eval_steps", kind="no", fallback="logging_steps")
+logged = interval("log_every_steps", "logging_strategy", "logging_steps")
+saved = interval("checkpoint.every_steps", "save_strategy", "save_steps")

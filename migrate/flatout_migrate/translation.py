@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -118,6 +120,23 @@ class Translation:
         return self.settings
 
 
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A trainer's file or command: its options and their values, its system, and its ranks in the script's own words.
+
+    Its file is in `folder`. `beside` names commands of the same programs that train nothing, and what does the same
+    here; `calls` are the names of what a Python script calls, and `code` what its rewards need.
+    """
+
+    values: dict[str, Any]
+    system: str = ""
+    num_ranks: str = "1"
+    beside: Mapping[str, str] = field(default_factory=dict)
+    calls: Set[str] = frozenset()
+    code: str = ""
+    folder: Path = Path()
+
+
 def translate(
     given: Mapping[str, Any],
     table: Mapping[str, Rule],
@@ -181,21 +200,6 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def to(setting: str, convert: Callable[[Any], Any] | None = None, note: str = "", *, check: bool = False) -> Rule:
-    """Set `setting` to the value, or to what `convert` makes of it."""
-    return lambda given: Became({setting: convert(given.value) if convert else given.value}, note, check)
-
-
-def number(setting: str, null_up_to: float | None = None) -> Rule:
-    """Set `setting` to a number; null, and values up to `null_up_to`, mean null."""
-
-    def rule(given: Given) -> Became:
-        value = None if given.value is None else given.number()
-        return Became({setting: None if null_up_to is not None and (value or 0) <= null_up_to else value})
-
-    return rule
-
-
 def inner(value: object, table: Mapping[str, Rule]) -> Translation:
     """Translate a mapping of arguments by a table of its own. Raises RefusedError."""
     if not isinstance(value, Mapping):
@@ -206,43 +210,13 @@ def inner(value: object, table: Mapping[str, Rule]) -> Translation:
     return translation
 
 
-def nested(table: Mapping[str, Rule]) -> Rule:
-    """Translate a mapping by `table`."""
-    return lambda given: Became(inner(given.value, table).flat)
-
-
-def one_of(setting: str, values: Mapping[Any, Any], what: str) -> Rule:
-    """Set `setting` by a table of values, which may say all of Became; others are refused with `what` to do instead."""
-
-    def rule(given: Given) -> Became:
-        if not isinstance(given.value, str | bool) or given.value not in values:
-            said = what if what.startswith("{}") else "{!r:.60} is not supported; " + what
-            raise RefusedError(said.format(given.value))
-        became = values[given.value]
-        return Became(**became) if isinstance(became, Mapping) else Became({setting: became})
-
-    return rule
-
-
-def only(accepted: Iterable[Any], reason: str, note: str = "") -> Rule:
-    """Accept these values, which flatout needs no setting for; refuse others with the reason."""
-    return by_cases([{"if": {"value": [*accepted]}, "note": note}, {"refused": reason}])
-
-
-def off(reason: str) -> Rule:
-    """Accept what switches a feature off that flatout does not have; refuse others with the reason."""
-    return only((False, None, 0, "", [], {}, "no", "none"), reason, "off, as here")
-
-
-def switch(settings: Mapping[str, Any], note: str = "", *, check: bool = False, **otherwise: Any) -> Rule:
-    """Set `settings` for a true value, and those of `otherwise` for a false one."""
-    off_here = {"settings": otherwise["otherwise"]} if otherwise else {"note": "off, as here"}
-    return by_cases([{"none": "value", **off_here}, {"settings": settings, "note": note, "check": check}])
-
-
-def any_value(note: str) -> Rule:
-    """Accept every value, because it changes no update of the weights here."""
-    return lambda given: Became(note=note)
+def _chosen(value: object, it: Mapping[str, Any]) -> Became:
+    """Return what a table of values says of one, which may be all of Became. Raises RefusedError for another."""
+    if not isinstance(value, str | bool) or value not in it["values"]:
+        what = it["else"]
+        raise RefusedError((what if what.startswith("{}") else "{!r:.60} is not supported; " + what).format(value))
+    became = it["values"][value]
+    return Became(**became) if isinstance(became, Mapping) else Became({it["setting"]: became})
 
 
 def each(names: str, rule: Rule) -> dict[str, Rule]:
@@ -256,18 +230,31 @@ def read_table(name: str) -> Any:
     return yaml.safe_load((Path(__file__).parent / "tables" / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
-def when(condition: Callable[[Mapping[str, Any]], object], rules: Mapping[str, Rule], note: str) -> dict[str, Rule]:
-    """Return the rules as they are read if `condition` holds of all values; else `note` says why they are not."""
+@cache
+def rules_of(table: str) -> dict[str, Rule]:
+    """Return the rules of FILE, or of FILE/PART, in `tables/`: names by what becomes of their values; change nothing.
+
+    What comes later stands for what comes before: tables that it has with `include`, its own kinds of rules, functions.
+    """
+    file, _, part = table.partition("/")
+    return _rules(read_table(file)[part] if part else read_table(file))
+
+
+def _included(one: str | Mapping[str, Any]) -> dict[str, Rule]:
+    """Return the rules of a table; those of {rules: TABLE, note: ...} with conditions count only if these hold."""
+    if isinstance(one, str):
+        return rules_of(one)
 
     def guarded(rule: Rule) -> Rule:
-        return lambda given: rule(given) if condition(given.all) else Became(note=note)
+        return lambda given: rule(given) if _meets(one, given.all) else Became(note=one["note"])
 
-    return {name: guarded(rule) for name, rule in rules.items()}
+    return {name: guarded(rule) for name, rule in rules_of(one["rules"]).items()}
 
 
-def rules_of(table: str, part: str = "") -> dict[str, Rule]:
-    """Return the rules of a file in `tables/`, or of a part of it: names by what becomes of their values."""
-    return _rules(read_table(table)[part] if part else read_table(table))
+def _function(name: str) -> Rule:
+    module, _, function = name.rpartition(".")
+    rule: Rule = getattr(import_module(f"flatout_migrate.{module}"), function)
+    return rule
 
 
 def _meets(row: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
@@ -292,27 +279,36 @@ def names_of(value: object) -> list[str]:
 _GIVEN: Mapping[str, Callable[[Given], Any]] = {
     "the value": lambda given: given.value,
     "the number": lambda given: given.number(),
+    "the integer": lambda given: int(given.number()),
     "the names": lambda given: [name.strip() for name in names_of(given.value)],
 }
 
 
 def by_cases(rows: Sequence[Mapping[str, Any]]) -> Rule:
-    """Do what the first row says that counts: be `refused`, or become all else of it.
+    """Do what the first row says that counts: be `refused`, become what the function `by` says, or all else of it.
 
-    Its conditions have the names of all values, `value` for the own one, and `name`. Settings may be what was given:
-    "the value", "the number", or "the names".
+    Its conditions have the names of all values, `value` for the own one, and `name`; `above`: the number is. Settings
+    may be what was given: "the value", "the number", "the integer", or "the names". `entries` is a table for those of a
+    mapping, `choices` one of values.
     """
 
     def rule(given: Given) -> Became:
         values = {**given.all, "value": given.value, "name": given.name}
-        row = next(row for row in rows if _meets(row, values))
+        met = (row for row in rows if _meets(row, values))
+        row = next(row for row in met if "above" not in row or given.number() > row["above"])
+        if function := row.get("by"):
+            return _function(function)(given)
+        if "entries" in row:
+            return Became(inner(given.value, _rules(row["entries"])).flat)
+        if "choices" in row:
+            return _chosen(given.value, row["choices"])
         if why := row.get("refused"):
             raise RefusedError(why.format(given.value) if why.startswith("{!") else why)
         settings = {
             name: _GIVEN[value](given) if isinstance(value, str) and value in _GIVEN else value
             for name, value in row.get("settings", {}).items()
         }
-        return Became(settings, row.get("note", ""), row.get("check", False))
+        return Became(settings, row.get("note") or "", row.get("check", False))
 
     return rule
 
@@ -327,20 +323,29 @@ def defaults_of(table: str, given: Mapping[str, Any], part: str = "defaults") ->
     return found
 
 
+_OFF: tuple[object, ...] = (False, None, 0, "", [], {}, "no", "none")
+_OFF_HERE = {"note": "off, as here"}
+# a kind of rules in a table -> its names and cases, from a key there and what stands behind it
+_KINDS: Mapping[str, Callable[[str, Any], tuple[str, list[Mapping[str, Any]]]]] = {
+    "settings": lambda name, setting: (name, [{"settings": {setting: "the value"}}]),
+    "numbers": lambda name, setting: (name, [{"settings": {setting: "the number"}}]),
+    "accepted": lambda note, names: (names, [{"note": note}]),
+    "off here": lambda why, names: (names, [{"if": {"value": _OFF}, **_OFF_HERE}, {"refused": why}]),
+    "only": lambda why, it: (it["names"], [{"if": {"value": it["values"]}, "note": it.get("note")}, {"refused": why}]),
+    "switches": lambda note, it: (
+        it["names"],
+        [{"none": "value", **it.get("otherwise", _OFF_HERE)}, {**it, "note": note}],
+    ),
+    "cases": lambda names, rows: (names, rows),
+    "nested": lambda names, table: (names, [{"entries": table}]),
+    "choices": lambda name, it: (name, [{"choices": it}]),
+    "functions": lambda function, names: (names, [{"by": function}]),
+}
+
+
 def _rules(kinds: Mapping[str, Mapping[str, Any]]) -> dict[str, Rule]:
-    rules = {name: to(setting) for name, setting in kinds.get("settings", {}).items()}
-    rules |= {name: number(setting) for name, setting in kinds.get("numbers", {}).items()}
-    rules |= {name: nested(_rules(part)) for name, part in kinds.get("nested", {}).items()}
-    for kind, make in (("accepted", any_value), ("off here", off)):
-        for said, names in kinds.get(kind, {}).items():
-            rules |= each(names, make(said))
-    for reason, it in kinds.get("only", {}).items():
-        rules |= each(it["names"], only(it["values"], reason, it.get("note", "")))
-    for note, it in kinds.get("switches", {}).items():
-        words = {name: it[name] for name in ("check", "otherwise") if name in it}
-        rules |= each(it["names"], switch(it.get("settings", {}), note, **words))
-    for names, rows in kinds.get("cases", {}).items():
-        rules |= each(names, by_cases(rows))
-    for name, it in kinds.get("choices", {}).items():
-        rules[name] = one_of(it.get("setting", ""), it["values"], it["else"])
+    rules = {name: rule for one in kinds.get("include", ()) for name, rule in _included(one).items()}
+    for kind, cases_of in _KINDS.items():
+        for names, rows in itertools.starmap(cases_of, kinds.get(kind, {}).items()):
+            rules |= each(names, by_cases(rows))
     return rules

@@ -3,46 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from flatout_migrate import training_arguments as hf
 from flatout_migrate import translation as t
 from flatout_migrate.grpo import AS_TEXT
-from flatout_migrate.preference import defaults_of, row_format, rules_of_method
-from flatout_migrate.translation import Became, Given, RefusedError, Rule, Translation
-
-_TARGETS = ("lora_target_modules", "lora_target_parameters")
+from flatout_migrate.preference import defaults_of, method_of, row_format, rules_of_method
+from flatout_migrate.translation import Became, Command, Given, RefusedError, Rule, Translation
 
 
-def with_experts(modules: str, parameters: str) -> Rule:
+def with_experts(given: Given, modules: str, parameters: str) -> Became:
     """Translate names of linear layers, and beside them the fused matrices of experts, as PEFT's target_parameters."""
-
-    def rule(given: Given) -> Became:
-        layers, experts = given.all.get(modules), given.all.get(parameters)
-        if not experts:
-            return Became({"lora.targets": layers} if layers else {})
-        named = [] if layers is None else [layers] if isinstance(layers, str) else list(layers)
-        return Became({"lora.targets": [*named, *t.names_of(experts)]})
-
-    return rule
+    layers, experts = given.all.get(modules), given.all.get(parameters)
+    if not experts:
+        return Became({"lora.targets": layers} if layers else {})
+    named = [] if layers is None else [layers] if isinstance(layers, str) else list(layers)
+    return Became({"lora.targets": [*named, *t.names_of(experts)]})
 
 
-def lora_rules(is_lora: Callable[[Mapping[str, Any]], bool]) -> dict[str, Rule]:
-    """Return rules for the names of LoRA, which count only if `is_lora` says so of all values."""
-    rules = {
-        **t.rules_of("trl", "of LoRA"),
-        **t.each(" ".join(_TARGETS), with_experts(*_TARGETS)),
-    }
-    return t.when(is_lora, rules, "read only with LoRA") | t.rules_of("trl", "of bitsandbytes")
-
-
-def held_out(given: Given) -> Became:
-    """Translate a share of the rows to hold out; numbers of rows are refused."""
-    share = given.number()
-    if share > 0.5:
-        raise RefusedError(f"{share:g} rows: write the share of the data set, up to 0.5, or build a set for eval.data")
-    return Became({"eval.fraction": share})
+def lora_targets(given: Given) -> Became:
+    """Translate what LoRA is added to."""
+    return with_experts(given, "lora_target_modules", "lora_target_parameters")
 
 
 # a peer's copy of what the models of a family have
@@ -80,8 +62,9 @@ def template(names: Mapping[str, str | None]) -> Rule:
     return rule
 
 
-OF_DATA = "dataset_name datasets dataset_config dataset_configs dataset_train_split dataset_mixer dataset_splits"
-_DATASET = t.rules_of("trl", "of a data set")
+own_template = template({})
+# names of rows to train on
+OF_DATA: str = t.read_table("trl")["of data"]["functions"]["trl._sources"]
 
 
 def _sources(given: Given) -> Became:
@@ -90,7 +73,9 @@ def _sources(given: Given) -> Became:
     entries = values.get("datasets") or _mixer(values) or [one | {"split": values.get("dataset_train_split", "train")}]
     text = values.get("dataset_text_field", "text")
     columns = {"columns": {"text": text}} if text != "text" else {}
-    return Became({"data.sources": [t.inner(entry, _DATASET).settings | columns for entry in entries]})
+    return Became(
+        {"data.sources": [t.inner(entry, t.rules_of("trl/of a data set")).settings | columns for entry in entries]}
+    )
 
 
 def _only_config(values: Mapping[str, Any]) -> str | None:
@@ -119,7 +104,10 @@ def _mixer(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"path": path, "name": name, "split": split} for path, name in entries for split in splits]
 
 
-_MIXTURE: Mapping[str, Rule] = {"datasets": _sources, "seed": t.to("data.seed"), "test_split_size": held_out}
+def _evaluated(given: Given) -> Became:
+    mixture = given.all.get("dataset_mixture") or {}
+    is_held_out = given.all.get("test_split_size") or mixture.get("test_split_size")
+    return hf.evaluated(given) if is_held_out else Became(note="no rows are held out")
 
 
 def _evaluates_there(values: Mapping[str, Any]) -> bool:
@@ -138,35 +126,16 @@ def _callbacks(given: Given) -> Became:
     return Became(note="push the finished run with `flatout push`")
 
 
-# names that TRL, LLaMA-Factory and Axolotl share, and that are no mistake in a file as they are in a call
-SHARED: Mapping[str, Rule] = {**t.rules_of("trl", "of files"), "deepspeed": hf.deepspeed_file}
-
-
-TRL: Mapping[str, Rule] = {
-    **hf.TRAINING_ARGUMENTS,
-    **t.rules_of("trl"),
-    **SHARED,
-    **lora_rules(lambda values: bool(values.get("use_peft"))),
-    **t.each(OF_DATA + " dataset_text_field", _sources),
-    "callbacks": _callbacks,
-    "dataset_test_split": _evaluates,
-    **hf.evaluation(
-        lambda values: values.get("test_split_size") or (values.get("dataset_mixture") or {}).get("test_split_size")
-    ),
-    "dataset_mixture": t.nested(_MIXTURE),
-    "test_split_size": held_out,
-    "chat_template": template({}),
-}
-
-
-def translate_trl(given: Mapping[str, Any], num_gpus: int = 1, method: str = "") -> Translation:
+def translate(command: Command, num_gpus: int) -> Translation:
     """Translate a YAML of `trl sft` or of the alignment handbook, or of a trainer of preferences (`LOSSES`)."""
+    given = command.values
+    method = method_of(given) if command.system == "trl" else command.system.removeprefix("trl-")
     defaults = {**(defaults_of(method, given) if method else hf.SFT_DEFAULTS), **t.defaults_of("trl", given)}
     if _evaluates_there(given):
         defaults["dataset_test_split"] = "test"
     if given.get("max_seq_length"):
         defaults.pop("max_length", None)
-    table = {**TRL, **rules_of_method(method), **judged(row_format(method))} if method else TRL
+    table = t.rules_of("trl") | (rules_of_method(method) | judged(row_format(method)) if method else {})
     return t.translate(given, table, defaults=defaults, nullable=hf.NULLABLE, num_gpus=num_gpus)
 
 
@@ -174,9 +143,9 @@ def judged(name: str) -> dict[str, Rule]:
     """Return the rules of data sets whose rows have this format."""
 
     def rule(given: Given) -> Became:
-        became = TRL[given.name](given).settings
+        became = t.rules_of("trl")[given.name](given).settings
         sources = [{**source, "format": name} for source in became.get("data.sources", ())]
         note = AS_TEXT if name == "prompts" and sources else ""
         return Became({**became, **({"data.sources": sources} if sources else {})}, note, check=bool(note))
 
-    return t.each(OF_DATA + " dataset_mixture", rule)
+    return t.each(OF_DATA.replace(" dataset_text_field", " dataset_mixture"), rule)

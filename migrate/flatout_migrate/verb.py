@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
 from flatout.api import Verb
 
 
-def _arguments(parser: ArgumentParser) -> None:
-    from flatout_migrate.convert import add_arguments  # lazy: `flatout --help` loads every verb
-
-    add_arguments(parser)
-
-
-def _run(args: Namespace) -> int:
-    from flatout_migrate.convert import run
-
-    return run(args)
+def _late(name: str) -> Callable[[Any], Any]:
+    """Return a function of convert.py that is imported when it is called: `flatout --help` loads every verb."""
+    return lambda given: getattr(import_module("flatout_migrate.convert"), name)(given)
 
 
 VERB = Verb(
     "convert",
     "Start",
     "translate a config or script from Axolotl, LLaMA-Factory, ms-swift, TRL or Unsloth",
-    _arguments,
-    _run,
+    _late("add_arguments"),
+    _late("run"),
     "axolotl.yaml --to run.yaml",
     takes_overrides=True,
     needs_file=True,

@@ -66,6 +66,7 @@ def test_conversions(
         Path(name).write_text(text)
     code = main(["convert", *case["words"], "--to", "out.yaml"])
     printed = capsys.readouterr()
+    assert not Path("CANARY").exists()  # which scripts would write if they ran
     if "settings" in case:
         assert code == 0, printed.err
         text = Path("out.yaml").read_text()

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from flatout_migrate.training_arguments import NULLABLE, SFT_DEFAULTS, TRAINING_ARGUMENTS, TRANSFORMERS_DEFAULTS
-from flatout_migrate.translation import Translation, translate
+from flatout_migrate.training_arguments import NULLABLE, SFT_DEFAULTS, TRANSFORMERS_DEFAULTS
+from flatout_migrate.translation import Translation, rules_of, translate
 
 
 def translate_training_arguments(
     given: Mapping[str, Any], num_gpus: int = 1, defaults: Mapping[str, Any] = TRANSFORMERS_DEFAULTS
 ) -> Translation:
-    return translate(given, TRAINING_ARGUMENTS, defaults=defaults, nullable=NULLABLE, num_gpus=num_gpus)
+    return translate(given, rules_of("training_arguments"), defaults=defaults, nullable=NULLABLE, num_gpus=num_gpus)
 
 
 def test_the_batch_is_multiplied_by_the_gpus() -> None:

@@ -50,30 +50,6 @@ def test_a_notebook_trains_on_pairs(tiny: Any, tmp_path: Path, monkeypatch: pyte
     assert last["rewards/margins"] > first["rewards/margins"] == 0.0
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "objective"),
-    [
-        ("DPO", {"loss_type": "ipo", "beta": 0.2}, {"kind": "ipo", "beta": 0.2}),
-        ("CPO", {"loss_type": "simpo", "cpo_alpha": 0.0},
-         {"kind": "simpo", "beta": 0.1, "gamma": 0.5, "sft_weight": 0.0}),
-        ("ORPO", {}, {"kind": "orpo", "beta": 0.1}),
-        ("KTO", {"undesirable_weight": 2.0}, {"kind": "kto", "beta": 0.1, "undesirable_weight": 2.0}),
-    ],
-)  # fmt: skip
-def test_other_trainers(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, given: dict[str, Any], objective: Any
-) -> None:
-    from flatout_migrate.unsloth import trl
-
-    monkeypatch.chdir(tmp_path)
-    config = getattr(trl, f"{name}Config")(**given)
-    assert config.learning_rate == 1e-6
-    trainer = getattr(trl, f"{name}Trainer")(str(tiny.model_dir), args=config, train_dataset=PAIRS)
-    settings = trainer._settings()
-    assert settings["objective"] == objective
-    assert (settings["optim"]["lr"], settings["data"]["max_tokens"], settings["method"]) == (1e-6, 1024, "full")
-
-
 # what TRL's page on reward models does
 REWARD = """
 from peft import LoraConfig
@@ -122,29 +98,39 @@ def test_a_reward_model_trains(tiny: Any, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("name", "reference"), [("DPO", (None,)), ("KTO", (None,)), ("CPO", ()), ("ORPO", ()), ("Reward", ())]
-)  # TRL's CPOTrainer and ORPOTrainer have no ref_model
-def test_arguments_by_position(
-    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reference: tuple[None, ...]
+    ("name", "reference", "given", "objective"),
+    [
+        ("DPO", (None,), {"loss_type": "ipo", "beta": 0.2}, {"kind": "ipo", "beta": 0.2}),
+        # TRL's CPOTrainer and ORPOTrainer have no ref_model
+        ("CPO", (), {"loss_type": "simpo", "cpo_alpha": 0.0},
+         {"kind": "simpo", "beta": 0.1, "gamma": 0.5, "sft_weight": 0.0}),
+        ("ORPO", (), {"beta": 0.3}, {"kind": "orpo", "beta": 0.3}),
+        ("KTO", (None,), {"undesirable_weight": 2.0}, {"kind": "kto", "beta": 0.1, "undesirable_weight": 2.0}),
+        ("Reward", (), {"center_rewards_coefficient": 0.3}, {"kind": "reward", "centering": 0.3}),
+    ],
+)  # fmt: skip
+def test_each_trainer_by_name_and_by_position(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, reference: Any, given: Any, objective: Any
 ) -> None:
     from flatout_migrate.unsloth import trl
 
     monkeypatch.chdir(tmp_path)
     labels = [{"prompt": row["prompt"], "completion": row["chosen"], "label": True} for row in PAIRS]
-    given = {"center_rewards_coefficient": 0.3} if name == "Reward" else {"beta": 0.3}
-    rows, config = labels if name == "KTO" else PAIRS, getattr(trl, f"{name}Config")(**given)
-    trainer = getattr(trl, f"{name}Trainer")(str(tiny.model_dir), *reference, config, None, rows)
-    assert trainer._settings()["objective"]["centering" if name == "Reward" else "beta"] == 0.3
-    assert trainer.train_dataset.num_rows == len(PAIRS) * (1 if name == "KTO" else 2)
+    rows, lr = labels if name == "KTO" else PAIRS, 1e-4 if name == "Reward" else 1e-6
+    config, trainer = getattr(trl, f"{name}Config")(**given), getattr(trl, f"{name}Trainer")
+    assert config.learning_rate == lr
+    by_position = trainer(str(tiny.model_dir), *reference, config, None, rows)
+    settings = by_position._settings()
+    assert settings == trainer(str(tiny.model_dir), args=config, train_dataset=rows)._settings()
+    assert settings["objective"] == objective
+    assert (settings["optim"]["lr"], settings["data"]["max_tokens"], settings["method"]) == (lr, 1024, "full")
+    assert by_position.train_dataset.num_rows == len(PAIRS) * (1 if name == "KTO" else 2)
     with pytest.raises(ProblemsError, match="ref_model: the reference is the model before training"):
-        getattr(trl, f"{name}Trainer")(str(tiny.model_dir), args=config, train_dataset=PAIRS, ref_model="org/other")
+        trainer(str(tiny.model_dir), args=config, train_dataset=PAIRS, ref_model="org/other")
 
 
-def test_what_cannot_be_kept_is_refused_by_name(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flatout_migrate.unsloth.trl import DPOConfig, DPOTrainer
+def test_what_cannot_be_kept_is_refused_by_name() -> None:
+    from flatout_migrate.unsloth.trl import DPOConfig
 
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(ProblemsError, match=r"(?s)loss_type: 'hinge'.*sync_ref_model: a reference that follows"):
         DPOConfig(loss_type="hinge", sync_ref_model=True)
-    with pytest.raises(ProblemsError, match="ref_model: the reference is the model before training"):
-        DPOTrainer(str(tiny.model_dir), "org/other", train_dataset=PAIRS)

@@ -1,6 +1,5 @@
 """Commands of other trainers, on flatout; `names/` has the packages that their scripts import."""
 
-import shutil
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -12,13 +11,6 @@ from typing import Any
 from flatout_migrate.translation import read_table
 
 _TYPES = {"int": int, "float": float, "path": Path}
-# command -> the function in flatout that does it
-COMMANDS = {
-    "hypersloth-build-dataset": "flatout_migrate.doors.hypersloth_commands:build_dataset",
-    "hypersloth-init": "flatout_migrate.doors:write_example",
-    "hypersloth-train": "flatout_migrate.doors.hypersloth_commands:train",
-    "hypersloth-export": "flatout_migrate.doors.hypersloth_commands:export",
-}
 
 
 def run_command() -> int:
@@ -32,8 +24,8 @@ def run_command() -> int:
                 file=sys.stderr,
             )
             return 2
-    module, _, function = COMMANDS[name].partition(":")
-    return int(getattr(import_module(module), function)())
+    module = import_module("flatout_migrate.doors.hypersloth_commands")
+    return int(getattr(module, name.removeprefix("hypersloth-").replace("-", "_"))())
 
 
 def parser_of(script: str, *more: str, **options: Any) -> ArgumentParser:
@@ -52,14 +44,3 @@ def flatout_command(words: Sequence[str]) -> int:
     """Run `flatout WORDS` in this process; return its exit code."""
     [command] = entry_points(group="console_scripts", name="flatout")
     return int(command.load()(words))
-
-
-def write_example() -> int:
-    """`hypersloth-init`: write example_training_config.py into the working folder; never over another file."""
-    target = Path("example_training_config.py")
-    if target.exists():
-        print(f"error: {target} exists already; remove it, or work in another folder", file=sys.stderr)
-        return 2
-    shutil.copyfile(Path(__file__).with_name(target.name), target)
-    print(f"wrote {target}; next: hypersloth-train ./{target}")
-    return 0

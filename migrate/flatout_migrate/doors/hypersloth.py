@@ -14,16 +14,13 @@ from flatout.api.data import data_set_entry, load_tokenizer, open_data_set, rend
 from flatout.api.settings import Config, expand, make_config
 from flatout_migrate.call_arguments import PEFT_DEFAULTS
 from flatout_migrate.doors.launched import device
-from flatout_migrate.training_arguments import NULLABLE, TRAINING_ARGUMENTS
-from flatout_migrate.translation import Rule, Translation, read_table, rules_of, translate
+from flatout_migrate.training_arguments import NULLABLE
+from flatout_migrate.translation import Translation, read_table, rules_of, translate
 
 # the key of a registry entry under which `hypersloth-build-dataset` writes how it built the data set
 HOW = "hypersloth"
 # Unsloth's names of the chat templates that flatout has too
 TEMPLATES: Mapping[str, str] = read_table("hypersloth")["templates"]
-MODEL_ARGUMENTS = rules_of("hypersloth", "of the model")
-LORA_ARGUMENTS = rules_of("hypersloth", "of LoRA")
-ARGUMENTS: Mapping[str, Rule] = {**TRAINING_ARGUMENTS, **rules_of("hypersloth")}
 
 
 class Settings(BaseModel):
@@ -158,10 +155,10 @@ class RunConfig(Settings):
             lora = lora if lora and lora.model_fields_set else None
         elif lora is None:
             raise UsageError("lora_args is None, but full_finetuning is False; set one of them")
-        outcomes = translate(given, MODEL_ARGUMENTS).outcomes
-        outcomes += translate(lora.model_dump() if lora else {}, LORA_ARGUMENTS).outcomes
+        outcomes = translate(given, rules_of("hypersloth/of the model")).outcomes
+        outcomes += translate(lora.model_dump() if lora else {}, rules_of("hypersloth/of LoRA")).outcomes
         arguments = {"run_name": PurePath(training.output_dir).name or "run", **training.model_dump()}
-        outcomes += translate(arguments, ARGUMENTS, nullable=NULLABLE, num_gpus=len(gpus)).outcomes
+        outcomes += translate(arguments, rules_of("hypersloth"), nullable=NULLABLE, num_gpus=len(gpus)).outcomes
         settings = Translation(outcomes).checked(type(self).__name__)
         if self.pretrained_lora is not None:
             settings["lora"]["continue_from"] = self.pretrained_lora

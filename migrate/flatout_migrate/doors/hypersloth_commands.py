@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
+from pathlib import Path
 
 from flatout.api.commands import exit_code_of
 from flatout.api.data import annotate_data_set
@@ -32,6 +35,17 @@ def build_dataset() -> int:
         return 0
 
     return exit_code_of(run)
+
+
+def init() -> int:
+    """`hypersloth-init`: write example_training_config.py into the working folder; never over another file."""
+    target = Path("example_training_config.py")
+    if target.exists():
+        print(f"error: {target} exists already; remove it, or work in another folder", file=sys.stderr)
+        return 2
+    shutil.copyfile(Path(__file__).with_name(target.name), target)
+    print(f"wrote {target}; next: hypersloth-train ./{target}")
+    return 0
 
 
 def train() -> int:

@@ -14,20 +14,15 @@ from flatout.api.commands import exit_code_of
 from flatout.api.settings import Config, make_config, read_json, require_packages
 from flatout_migrate.doors import parser_of
 from flatout_migrate.doors.launched import data_of, device, run, say, with_rows_per_step
-from flatout_migrate.training_arguments import TRAINING_ARGUMENTS
-from flatout_migrate.translation import Became, Rule, defaults_of, read_table, rules_of, translate
+from flatout_migrate.translation import Became, Given, defaults_of, read_table, rules_of, translate
 
 # the script reads it from here
 FSDP_JSON = Path("config/fsdp.json")
 
 
-FLAGS: Mapping[str, Rule] = {
-    **TRAINING_ARGUMENTS,
-    **rules_of("turbo_tune"),
-    "micro_batch_size": lambda given: Became(
-        {"batch.micro_batch_tokens": int(given.number()) * int(given.number("max_length"))}
-    ),
-}
+def micro_batch(given: Given) -> Became:
+    """Translate rows of --max_length tokens."""
+    return Became({"batch.micro_batch_tokens": int(given.number()) * int(given.number("max_length"))})
 
 
 def to_config(given: Mapping[str, Any], overrides: Sequence[str] = (), *, counts_rows: bool = True) -> Config:
@@ -40,7 +35,7 @@ def to_config(given: Mapping[str, Any], overrides: Sequence[str] = (), *, counts
         values["deepspeed"] = _read_deepspeed(Path(given["deepspeed_config"]))
     if given.get("fsdp") and FSDP_JSON.is_file():
         values["fsdp_config"] = read_json(FSDP_JSON)
-    translation = translate(values, FLAGS, defaults=defaults_of("turbo_tune", given))
+    translation = translate(values, rules_of("turbo_tune"), defaults=defaults_of("turbo_tune", given))
     settings = translation.checked("qwen3_sft.py")
     for outcome in translation.outcomes:
         if outcome.note and not outcome.is_default:
@@ -70,12 +65,6 @@ def _read_deepspeed(path: Path) -> dict[str, Any]:
     return content
 
 
-def check(config: Config, num_ranks: int) -> int:
-    """Raise UsageError with all packages that the run needs and that are missing, before a launcher starts ranks."""
-    require_packages(config, num_ranks)
-    return 0
-
-
 def main() -> int:
     """`qwen3_sft.py`: train, alone or as the rank that torchrun, accelerate or deepspeed started."""
     how = {"description": "Fine-tune.", "argument_default": argparse.SUPPRESS, "allow_abbrev": False}
@@ -83,9 +72,13 @@ def main() -> int:
     given = vars(parser.parse_intermixed_args())
     overrides, num_ranks = given.pop("overrides"), given.pop("check_for", None)
     if num_ranks is not None:
-        # the ranks repeat the notes on flags
+        # of all packages that are missing, before a launcher starts ranks, which repeat the notes on flags
+        def check() -> int:
+            require_packages(to_config(given, overrides, counts_rows=False), num_ranks)
+            return 0
+
         with redirect_stdout(StringIO()):
-            return exit_code_of(lambda: check(to_config(given, overrides, counts_rows=False), num_ranks))
+            return exit_code_of(check)
     return run(lambda: to_config(given, overrides))
 
 

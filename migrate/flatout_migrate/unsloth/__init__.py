@@ -11,8 +11,8 @@ from flatout_migrate.unsloth.distributed_utils import *  # noqa: F403  (the orig
 from flatout_migrate.unsloth.models import FastLanguageModel as FastLanguageModel
 from flatout_migrate.unsloth.models import FastVisionModel as FastVisionModel
 from flatout_migrate.unsloth.models import is_bfloat16_supported as is_bfloat16_supported
-from flatout_migrate.unsloth.preference import PatchDPOTrainer as PatchDPOTrainer
-from flatout_migrate.unsloth.preference import PatchFastRL as PatchFastRL
+from flatout_migrate.unsloth.trl import PatchDPOTrainer as PatchDPOTrainer
+from flatout_migrate.unsloth.trl import PatchFastRL as PatchFastRL
 from flatout_migrate.unsloth.trainer import UnslothTrainer as UnslothTrainer
 from flatout_migrate.unsloth.trainer import UnslothTrainingArguments as UnslothTrainingArguments
 from flatout_migrate.unsloth.trainer import UnslothVisionDataCollator as UnslothVisionDataCollator

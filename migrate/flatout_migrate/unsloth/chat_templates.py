@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout import UsageError
 from flatout.api.data import CHAT_COLUMNS, TEMPLATES, MessageReader, end_of_turn, template_text
-from flatout_migrate.translation import any_value, each, off, read_table, translate
+from flatout_migrate.translation import read_table, rules_of, translate
 
 if TYPE_CHECKING:
     from flatout_migrate.unsloth.trainer import SFTTrainer
@@ -70,7 +70,7 @@ def standardize_sharegpt(dataset: Any, **options: Any) -> Any:
     Raises DataError for a bad row, UsageError for one with tool calls, reasoning, variables or flags of loss, which do
     not fit into these two keys. Such sets go into a trainer as they are: flatout reads ShareGPT itself.
     """
-    translate(options, each("tokenizer batch_size num_proc", any_value("speed"))).checked("standardize_sharegpt")
+    translate(options, rules_of("unsloth/of standardize_sharegpt")).checked("standardize_sharegpt")
     column = next((name for name in CHAT_COLUMNS if name in dataset.column_names), CHAT_COLUMNS[0])
     reader = MessageReader(dataset[0], "dataset")
 
@@ -90,7 +90,6 @@ def train_on_responses_only(
 
     An answer ends at the next instruction part. Raises UsageError if texts without turns come without both parts.
     """
-    rules = {**each("force_match num_proc tokenizer", any_value("the same")), "return_function": off("pass a trainer")}
-    translate(options, rules).checked("train_on_responses_only")
+    translate(options, rules_of("unsloth/of train_on_responses_only")).checked("train_on_responses_only")
     trainer.answers_only(instruction_part, response_part)
     return trainer

@@ -6,25 +6,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from flatout import UsageError
 from flatout_migrate.copied import Copied
-from flatout_migrate.grpo import COPIED, defaults_of
+from flatout_migrate.grpo import COPIED, name_copied
 from flatout_migrate.script import Script, python_of
 from flatout_migrate.translation import RefusedError
-from flatout_migrate.unsloth.models import Model
 from flatout_migrate.unsloth.trainer import SFTTrainer, config_of, listed
 
 GRPOConfig = config_of("GRPO", num_rows=1)
 
 
 class GRPOTrainer(SFTTrainer):
-    """TRL's GRPOTrainer, with rewards that have a name at the top of the script, or in a module.
+    """TRL's GRPOTrainer, with rewards that have a name at the top of the script, or in a module, and reward models.
 
     Raises ProblemsError that names every argument that flatout cannot honour, UsageError for another reward.
     """
 
     config = GRPOConfig
-    too_long = "drop"
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: Any = None, train_dataset: Any = None,
@@ -32,12 +32,19 @@ class GRPOTrainer(SFTTrainer):
     ) -> None:  # fmt: skip
         functions = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
         self._copied: Copied | None = None
-        self._of_unsloth, self._evaluates = isinstance(model, Model), eval_dataset is not None
-        names = [self._reward(function) for function in functions]
+        names, self._evaluates = [self._reward(function) for function in functions], eval_dataset is not None
         super().__init__(model, args, None, listed(train_dataset), None, *more, reward_funcs=names, **given)
 
-    def _reward(self, function: Any) -> str:
-        """Return FILE.py:NAME of a reward; one of the script itself, which would train, is copied with what it uses."""
+    def _reward(self, function: Any) -> str | dict[str, str]:
+        """Return FILE.py:NAME of a reward, or the model that it is; a function of the script itself is copied."""
+        if isinstance(function, str):
+            return {"model": function}
+        if isinstance(function, PreTrainedModel):
+            if function.config.num_labels != 1:
+                raise UsageError(
+                    f"reward_funcs: the model has {function.config.num_labels} scores; load it with num_labels=1"
+                )
+            return {"model": function.config.name_or_path}
         space = getattr(function, "__globals__", vars(sys.modules["__main__"]))
         name = next((name for name, value in space.items() if value is function), "")
         if not name:
@@ -72,20 +79,15 @@ class GRPOTrainer(SFTTrainer):
         return Path(run_dir) / "data" / "rewards.py"
 
     def _given_and_defaults(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        settings, _ = super()._given_and_defaults()
-        if "seed" in settings:  # one seed does both
-            settings.pop("random_state", None)
-        settings |= {"num_rows": len(self.train_dataset), "eval_dataset": self._evaluates}
-        return settings, defaults_of(settings, is_unsloth=self._of_unsloth)
+        self._given |= {"num_rows": len(self.train_dataset), "eval_dataset": self._evaluates}
+        return super()._given_and_defaults()
 
     def _settings(self) -> dict[str, Any]:
         settings, row = super()._settings(), self.train_dataset[0]
-        for reward in settings["rollout"].get("rewards", ()):
-            if "path" in reward:
-                reward["path"] = reward["path"].replace(COPIED, f"{self._rewards_file(settings['run_dir'])}:")
+        rewards = name_copied(settings, self._rewards_file(settings["run_dir"]))
         if isinstance(row, dict) and isinstance(row.get("prompt"), str):  # a text is continued as it is
             settings["data"].setdefault("template", "plain")
+            if model := next((each for each in rewards if each.get("kind") == "model"), None):
+                why = "it would score a text without a chat template there, and in one here; make prompts chats"
+                raise UsageError(f"reward_funcs: {model['path']}: {why}")
         return settings
-
-    def _rows(self, dataset: Any) -> tuple[Any, dict[str, Any]]:
-        return dataset, {}

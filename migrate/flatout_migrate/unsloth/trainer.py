@@ -98,7 +98,6 @@ class SFTTrainer:
     """
 
     config: type[SFTConfig] = SFTConfig
-    too_long = "truncate"
 
     def __init__(
         self, model: Any, args: Any = None, data_collator: Any = None, train_dataset: Any = None,
@@ -111,6 +110,7 @@ class SFTTrainer:
                 f"{type(self).__name__}.{own[0]} would never be called; pass an objective to flatout.train"
             )
         self.args = self.config() if args is None else args
+        self._is_unsloth = isinstance(model, Model)
         self.model = model if isinstance(model, Model) else _wrapped(model, peft_config)
         self.tokenizer = self.processing_class = processing_class if tokenizer is None else tokenizer
         self._given = {**given, "data_collator": data_collator, "callbacks": callbacks or ()}
@@ -215,6 +215,10 @@ class SFTTrainer:
             of_args = changed_fields(self.args, output_dir=self.args.output_dir)
             defaults = dict(SFT_DEFAULTS if hasattr(self.args, "max_length") else TRANSFORMERS_DEFAULTS)
         settings = {**self.model.given, **of_args, **self._given}
+        if method := self.config.method:
+            if "seed" in settings:  # their notebooks give another to get_peft_model; here one seed does both
+                settings.pop("random_state", None)
+            defaults = defaults_of(method, settings, is_unsloth=self._is_unsloth)
         # how long samples may be: as the trainer says, else the model, else the default
         if "max_length" in settings:
             settings.pop("max_seq_length", None)
@@ -228,7 +232,11 @@ class SFTTrainer:
         world, table = len(gpus) if gpus else this_rank().world, self.config.table
         settings = settings_of(given, type(self).__name__, defaults, world, table)
         root = f"{settings['run_dir']}/data"
-        settings["data"] = {**settings.get("data", {}), "too_long": self.too_long, "root": root}
+        settings["data"] = {
+            **settings.get("data", {}),
+            "too_long": "drop" if self.config.method else "truncate",
+            "root": root,
+        }
         if paths := self.model.paths:
             revision = {"revision": paths.revision} if paths.revision else {}
             settings["model"] = {**revision, **settings.get("model", {}), "name": paths.base}
@@ -244,6 +252,8 @@ class SFTTrainer:
         """Return the rows with the column that is read, and the settings of `data` for them. Raises UsageError."""
         from datasets import Dataset
 
+        if self.config.method:
+            return listed(dataset), {}
         settings, _ = self._given_and_defaults()
         field, formatting_func = settings.get("dataset_text_field") or "text", settings.get("formatting_func")
         if formatting_func is not None and dataset is not None:

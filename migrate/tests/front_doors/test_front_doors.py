@@ -47,7 +47,8 @@ def test_an_installed_original_is_never_shadowed(tmp_path: Path) -> None:
     venv.create(tmp_path / "venv", with_pip=False)
     [site] = (tmp_path / "venv").glob("lib/python*/site-packages")
     subprocess.run(["cp", "-r", MIGRATE, tmp_path / "source"], check=True)
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
+    # without the last option, pip removes the package from the environment that runs this test
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--ignore-installed"]
     subprocess.run([*install, "--prefix", tmp_path / "venv", tmp_path / "source"], check=True)
     # flatout itself, and what it needs
     (site / "zz_test.pth").write_text(f"{ROOT}\n{Path(pytest.__file__).parents[1]}\n")
