@@ -185,7 +185,7 @@ def totals_lines(totals: PlanTotals) -> Iterator[tuple[str, str]]:
         yield f"balance, {counted(balance.num_ranks, 'rank')}", text
     yield "compute", f"{totals.flops / 1e15:,.0f} PFLOP" if totals.flops >= 1e17 else f"{totals.flops / 1e15:.3g} PFLOP"
     if memory := totals.memory:
-        parts = ("weights", "adapter", "gradients", "optimizer", "activations", "working", "reward_models")
+        parts = ("weights", "adapter", "gradients", "optimizer", "activations", "working", "reward_models", "process")
         sizes = {name.replace("_", " "): getattr(memory, f"{name}_bytes") for name in parts}
         detail = ", ".join(f"{name} {memory_size(num_bytes)}" for name, num_bytes in sizes.items() if num_bytes)
         yield "memory per rank", f"about {memory_size(memory.total_bytes)} (estimate: {detail})"
