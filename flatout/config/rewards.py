@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
@@ -61,6 +62,10 @@ class RewardConfig(Section):
 
     @classmethod
     def long_form(cls, value: Any) -> Any:
+        if callable(value):
+            file, name = Path((getattr(value, "__code__", None) and value.__code__.co_filename) or ""), value.__name__
+            named = f"{file if file.is_file() else 'FILE.py'}:{name if name.isidentifier() else 'FUNCTION'}"
+            raise ValueError(f"rewards run in processes of their own, which import their files: give {named!r}")
         return {"path" if ".py" in value else "kind": value} if isinstance(value, str) else value
 
     @property
