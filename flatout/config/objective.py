@@ -162,10 +162,5 @@ class ObjectiveConfig(Section):
         return self
 
     @property
-    def learns_from_answers(self) -> bool:
-        """Whether it is a loss over sampled answers, as far as its kind says."""
-        return self.path is None and OBJECTIVES[self.kind].startswith("policy.")
-
-    @property
     def fields(self) -> dict[str, Any]:
         return dict(self.model_extra or {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, Field, model_validator
@@ -63,8 +63,9 @@ class RewardConfig(Section):
     @classmethod
     def long_form(cls, value: Any) -> Any:
         if callable(value):
-            file, name = Path((getattr(value, "__code__", None) and value.__code__.co_filename) or ""), value.__name__
-            named = f"{file if file.is_file() else 'FILE.py'}:{name if name.isidentifier() else 'FUNCTION'}"
+            file = Path(value.__code__.co_filename if isinstance(value, FunctionType) else "")
+            name = getattr(value, "__name__", "").replace("<lambda>", "") or "FUNCTION"
+            named = f"{file if file.is_file() else 'FILE.py'}:{name}"
             raise ValueError(f"rewards run in processes of their own, which import their files: give {named!r}")
         return {"path" if ".py" in value else "kind": value} if isinstance(value, str) else value
 

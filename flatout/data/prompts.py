@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,7 +110,7 @@ def read_prompts(
     config: DataConfig,
     model_name: str,
     *,
-    limits: Mapping[str, int | None] = MappingProxyType({}),
+    limits: Mapping[str, int | None] | None = None,
     progress: Progress = lambda *_: None,
     log: Log = lambda _: None,
 ) -> PromptSet:
@@ -122,7 +121,7 @@ def read_prompts(
     rows, and UsageError for settings, that make no prompts.
     """
     config = _checked(config.with_format(PROMPTED))
-    known = {"data.max_tokens": config.max_tokens, **limits}
+    known = {"data.max_tokens": config.max_tokens, **(limits or {})}
     max_tokens, limit = min(((most, name) for name, most in known.items() if most is not None), default=(None, ""))
     name = config.tokenizer or model_name
     facts = tokenizer_facts(name, added=config.added_tokens, log=log)
