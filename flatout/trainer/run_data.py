@@ -277,7 +277,9 @@ def open_tokens(data: DataConfig, config: Config, reporter: Reporter, objective:
         if not isinstance(objective, Policy) or any(source.format == "rollouts" for source in data.sources):
             raise
         rounds = {"rollout.rounds": 100, "rollout.rewards": ["rewards.py:correct"]}
-        raise DataError(error.text, [Fix(rounds, "if rows are prompts: samples and scores answers")]) from error
+        # those that read rows with answers lead no further
+        others = [fix for fix in error.fixes if not {"objective", "data.sources"} & fix.settings.keys()]
+        raise DataError(error.text, [Fix(rounds, "if rows are prompts: samples answers"), *others]) from error
     store = with_rollout_columns(store) if ADVANTAGE in objective.columns else store
     store.require_columns(objective.needed_columns, who)
     return store
