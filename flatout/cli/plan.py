@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
 
     def plan_with(data: DataConfig) -> tuple[Config, PlannedRun, str | None]:
         changed = config.model_copy(update={"data": data})
-        if config.rollout.rounds is None:
+        if not config.learns_from_answers:
             refuse_early(data, config.model.name)
         import_transformers()
         with progress_console() as console:

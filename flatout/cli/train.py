@@ -167,7 +167,7 @@ def _train_here(config: Config, args: argparse.Namespace, start_up: StartUpClock
         report.write(Path(folder))
     try:
         with ConsoleCallback(every_record=config.log_every_steps != 1, shows_all=args.verbose) as console:
-            if is_first and config.rollout.rounds is None:
+            if is_first and not config.learns_from_answers:
                 console.on_phase("reading the first rows")
                 refuse_early(config.data, config.model.name)
             _open_device(config)

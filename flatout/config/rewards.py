@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
+from pathlib import Path
+from types import FunctionType, MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import AfterValidator, Field, model_validator
@@ -61,6 +62,11 @@ class RewardConfig(Section):
 
     @classmethod
     def long_form(cls, value: Any) -> Any:
+        if callable(value):
+            file = Path(value.__code__.co_filename if isinstance(value, FunctionType) else "")
+            name = getattr(value, "__name__", "").replace("<lambda>", "") or "FUNCTION"
+            named = f"{file if file.is_file() else 'FILE.py'}:{name}"
+            raise ValueError(f"rewards run in processes of their own, which import their files: give {named!r}")
         return {"path" if ".py" in value else "kind": value} if isinstance(value, str) else value
 
     @property

@@ -13,7 +13,7 @@ from flatout.config import deepspeed
 from flatout.config.data import NAME_PATTERN, DataConfig, Name, SourceConfig
 from flatout.config.folders import folder_problem
 from flatout.config.model import BaseConfig, CompileMode, ExpertsConfig, FullConfig, LoraConfig, ModelConfig
-from flatout.config.objective import ObjectiveConfig, kind_of, with_trained_score
+from flatout.config.objective import OBJECTIVES, ObjectiveConfig, kind_of, with_trained_score
 from flatout.config.optim import OPTIMIZERS, OptimConfig, ScheduleConfig, lr_of
 from flatout.config.parallel import (
     STRATEGIES,
@@ -399,6 +399,11 @@ class Config(Section):
     def wanted_device(self) -> Literal["auto", "cpu", "cuda"]:
         """`device`, but cuda instead of auto if `gpus` is set: a run that names GPUs never falls back to the CPU."""
         return "cuda" if self.gpus is not None and self.device == "auto" else self.device
+
+    @property
+    def learns_from_answers(self) -> bool:
+        """Whether it samples answers, or its loss is known to be over sampled ones."""
+        return self.rollout.rounds is not None or OBJECTIVES.get(self.objective.kind, "").startswith("policy.")
 
     @property
     def folder(self) -> Path:

@@ -64,6 +64,9 @@ class BuildReport:
     is only asked once a limit seems to be exceeded.
     """
 
+    limit = "data.max_tokens"
+    """The setting that gives the most tokens of a row; empty for the model's positions."""
+
     def __init__(self, config: DataConfig, most_rows: Callable[[], int | None] = lambda: None) -> None:
         self._config, self._most_rows = config, cache(most_rows)
         self.counts: Counter[str] = Counter(dict.fromkeys(ALWAYS_COUNTED, 0))
@@ -182,7 +185,7 @@ class BuildReport:
                 f"{counts['lost_labels']} lost all labels when truncated"
                 + (f"; the first: {self.problems[0][0]}" if self.problems else "")
                 + f"; read from {', '.join(source.path for source in config.sources)}",
-                self.problems[0][1] if self.problems else (),
+                self.problems[0][1] if self.problems else self.longer,
             )
 
     def _check_lost_tokens(self) -> None:
@@ -200,9 +203,16 @@ class BuildReport:
                 [self._longer("p99"), accepts],
             )
 
+    @property
+    def longer(self) -> list[Fix]:
+        """What keeps all rows that were too long, if any."""
+        return [self._longer("p100")] if self.counts["too_long"] else []
+
     def _longer(self, percentile: str) -> Fix:
+        if not self.limit:
+            return Fix({}, "shorter prompts, or a model with more positions")
         rows = {"p99": "99 of 100 rows", "p100": "all rows"}[percentile]
-        return Fix({"data.max_tokens": self._spread()[percentile]}, f"keeps {rows} whole")
+        return Fix({self.limit: self._spread()[percentile]}, f"keeps {rows} whole")
 
     def _spread(self) -> dict[str, int]:
         """Return percentiles of the rows' lengths in tokens, before the length policy."""
@@ -229,6 +239,8 @@ class BuildReport:
             ends[fate] = f"; lost: {tokens:,} tokens ({tokens / max(counts['tokens'], 1):.1%} of all)"
             if counts["label_tokens"]:  # prompts have none
                 ends[fate] += f" and {labels:,} label tokens ({labels / counts['label_tokens']:.1%} of all)"
+            else:
+                ends[fate] += "".join(f"; try {fix}" for fix in self.longer)
         few_repeat = counts["repeated_prompt"] <= _MAX_TYPED * (counts["documents"] + counts["conversations"])
         for name, how in COUNTS.items():
             note = (are_units and how.note_of_units) or how.note

@@ -73,6 +73,8 @@ class PromptSet:
     """What a store of answers to them is made from."""
     stop_tokens: tuple[str, ...]
     counts: Mapping[str, int]
+    longer: Sequence[Fix] = ()
+    """What keeps those that were too long, if any."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -108,29 +110,31 @@ def read_prompts(
     config: DataConfig,
     model_name: str,
     *,
-    max_tokens: int | None = None,
+    limits: Mapping[str, int | None] | None = None,
     progress: Progress = lambda *_: None,
     log: Log = lambda _: None,
 ) -> PromptSet:
     """Read the prompts of all sources, rendered by the chat template and tokenized; `model_name` has the tokenizer.
 
-    Prompts with more than `data.max_tokens`, or `max_tokens`, are dropped and counted, or an error (`data.too_long`).
-    Without a chat template, a text is continued as it is. Raises DataError for rows, and UsageError for settings, that
-    make no prompts.
+    Prompts with more tokens than `data.max_tokens`, or one of `limits` by their settings ("" for none), are dropped and
+    counted, or an error (`data.too_long`). Without a chat template, a text is continued as it is. Raises DataError for
+    rows, and UsageError for settings, that make no prompts.
     """
     config = _checked(config.with_format(PROMPTED))
-    limits = [limit for limit in (config.max_tokens, max_tokens) if limit is not None]
+    known = {"data.max_tokens": config.max_tokens, **(limits or {})}
+    max_tokens, limit = min(((most, name) for name, most in known.items() if most is not None), default=(None, ""))
     name = config.tokenizer or model_name
     facts = tokenizer_facts(name, added=config.added_tokens, log=log)
     with with_sources(config.sources):
         sources = [converted(open_source(source, log), source, log) for source in config.sources]
         # what a converter makes are prompts, too
         asked = [one.model_copy(update={"format": PROMPTED}) for one in config.sources]
-        config = config.model_copy(update={"max_tokens": min(limits, default=None), "sources": asked})
+        config = config.model_copy(update={"max_tokens": max_tokens, "sources": asked})
         readers = readers_of(config, sources, log)
     meta = describe(config, name, facts, sources)[0]
     to_tokens = tokenizer_for(config, meta, model_name)
     report, prompts = BuildReport(config, lambda: most_rows(readers)), list[_Tokenized]()
+    report.limit = limit
     prompts += _tokenized(config, readers, to_tokens, report, (progress, log))
     num_distinct = len({xxhash.xxh3_64_intdigest(ids.tobytes()) for _, ids in prompts})
     report.close(len(prompts), num_distinct)
@@ -140,7 +144,7 @@ def read_prompts(
     stops = to_tokens.description.stops if is_rendered else ()
     offsets = np.cumsum([0, *(len(ids) for _, ids in prompts)], dtype=np.int64)
     rows, ids = [row for row, _ in prompts], np.concatenate([ids for _, ids in prompts])
-    return PromptSet(ids, offsets, rows, meta, stops, dict(report.counts))
+    return PromptSet(ids, offsets, rows, meta, stops, dict(report.counts), report.longer)
 
 
 def _tokenized(

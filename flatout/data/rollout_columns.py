@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from flatout.config.objective import ANSWERS, POLICY_LOGPROB, SAMPLER_LOGPROB
 from flatout.data.columns import Column
 from flatout.data.token_store import TokenStore
+
+ENDINGS: tuple[Literal["stop", "length", "positions"], ...] = ("stop", "length", "positions")
+"""Why an answer ended, by its number in a store: a stop token, max_new_tokens, or no further position of the model."""
 
 
 def with_rollout_columns(store: TokenStore) -> TokenStore:

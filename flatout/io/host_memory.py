@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,12 @@ def host_memory_error(error: BaseException) -> ResourceError | None:
         f"the host has too little memory ({said[:200]}); close other programs, raise the limit of this process "
         "(ulimit -v, the job's or container's memory), or use fewer processes"
     )
+
+
+def map_blocks(num_bytes: int) -> None:
+    """Let glibc map each block of so many bytes by itself: its heap, with those of up to 32 MiB, has holes."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).mallopt(-3, num_bytes)  # M_MMAP_THRESHOLD of malloc.h
 
 
 # where a container sees the limit of its own group

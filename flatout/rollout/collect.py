@@ -1,11 +1,12 @@
-"""One round on disk: what was sampled and scored is in a journal at once, and the whole round becomes a token store."""
+"""One round on disk: a journal of what is sampled and scored, the whole round as a token store, and its identity."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,24 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 from xxhash import xxh3_64_hexdigest
 
+from flatout.config.describe import settings
+from flatout.config.model import LoraConfig
 from flatout.config.objective import ADVANTAGE, ANSWERS, SAMPLER_LOGPROB
+from flatout.config.own_code import OwnCode
 from flatout.data.columns import PREFIX_TOKENS, Column
+from flatout.data.rollout_columns import ENDINGS
+from flatout.data.rows.converter import files_of
 from flatout.data.store_writer import new_store
 from flatout.data.token_store import StoreMeta, TokenStore
 from flatout.errors import ResourceError
 from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import open_plain
+from flatout.io.kept_facts import hashes_of
 from flatout.io.own_files import AppendFile
+from flatout.models.lora.adapter_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from flatout.rollout.advantages import Advantages
-from flatout.rollout.sampler import Completion, Ending
+from flatout.rollout.sampler import Completion
 
-ENDINGS: tuple[Ending, ...] = ("stop", "length", "positions")
 COLUMNS: Mapping[str, Column] = {
     PREFIX_TOKENS: Column("int32", "unit", "tokens of the prompt that the answers share"),
     ADVANTAGE: Column("float32", "token", "advantage of a sampled token"),
@@ -166,3 +173,27 @@ def _after(prompt: Sequence[int], values: NDArray[Any], counts: Sequence[int]) -
     """Return values of the tokens of answers, with a 0 for each token of the prompt before every answer."""
     parts = np.split(values, np.cumsum(counts)[:-1])
     return np.concatenate([np.concatenate([np.zeros(len(prompt)), part]) for part in parts]).astype(np.float32)
+
+
+def round_identity(lora: LoraConfig, fingerprints: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the code and weights that files have, wherever they lie, by what a person calls them.
+
+    `fingerprints` are those of the run. Raises UsageError or ResourceError for files of an adapter that are gone.
+    """
+    files = {"rewards": fingerprints["rewards"], "model": fingerprints["model"]}
+    if (folder := lora.continue_from) is not None:
+        files["first adapter"] = hashes_of({name: folder / name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)})
+    if lora.init_path is not None:
+        files["adapter start"] = files_of(OwnCode.read(lora.init_path, "lora.init_path", "adapter start"))
+    named = ((f"{Path(file).name} of the {of}", digest) for of, own in files.items() for file, digest in own.items())
+    by_name = {name: [digest for _, digest in same] for name, same in groupby(sorted(named), itemgetter(0))}
+    return {**by_name, "the loss": fingerprints.get("objective"), "the optimizer's file": fingerprints.get("optim")}
+
+
+def what_differs(saved: Any, now: Mapping[str, Any]) -> str:
+    """Name the parts in which two identities of a round differ; a setting that one lacks is of another flatout."""
+    version = "the version of flatout"
+    if not isinstance(saved, Mapping):
+        return version
+    names = (name for name in sorted({*saved, *now}) if saved.get(name) != now.get(name) or name not in saved)
+    return ", ".join(dict.fromkeys(version if name in settings() and name not in saved else name for name in names))

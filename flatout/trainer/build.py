@@ -15,7 +15,7 @@ from flatout.checkpoint.read import SavedCheckpoint
 from flatout.checkpoint.write_async import Saver, choose_saver
 from flatout.config.schema import Config, Recompute
 from flatout.errors import Fix, PackingError, SharedPrefixError, counted
-from flatout.io.host_memory import available_host_bytes
+from flatout.io.host_memory import available_host_bytes, map_blocks
 from flatout.models.attention import prepare as prepare_attention
 from flatout.models.attention import register_over_ranks
 from flatout.models.blocks import decoder_layers
@@ -37,7 +37,7 @@ from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import flat_offset_of, is_sharded, local_shard_of, mark_slice
 from flatout.parallel.strategies.protocol import Strategy, strategy_class
-from flatout.planner.memory.estimate import HEAD_TILE_ROWS
+from flatout.planner.memory.estimate import HEAD_TILE_ROWS, MAPPED_BLOCK_BYTES, MAPPED_LEVELS
 from flatout.planner.parallel_layout import ParallelLayout
 from flatout.track.callback import Reporter
 from flatout.trainer.batch_loader import BatchLoader
@@ -219,6 +219,8 @@ def shard_state(
     config, planned, rank, device, reporter = setup.config, setup.planned, setup.rank, setup.device, setup.reporter
     if apply_recompute(loaded.model, planned.memory.recompute):
         reporter.stage("recompute", "the embedding table is in CPU memory")
+    if device.type == "cpu" and planned.memory.recompute in MAPPED_LEVELS:
+        map_blocks(MAPPED_BLOCK_BYTES)
     reporter.phase("setting up strategy and optimizer")
     layout = planned.parallel_layout
     strategy = strategy_class(layout.strategy)(rank, device, config, layout, loaded.dtype, loaded.autocast)

@@ -297,7 +297,7 @@ def plan_facts(planned: PlannedRun, config: Config) -> PlanFacts:
     shown = [plan.step(index) for index in range(num_shown)]
     last = plan.step(plan.num_steps - 1)
     # each step of rounds takes all samples of its bounds, however few prompts those are
-    takes = TrainingPlan.epoch_after(plan, last)
+    takes = plan.num_steps if planned.data.rollouts else plan.epoch_after(last)
     return PlanFacts(
         num_steps=plan.num_steps,
         num_samples=plan.num_samples,

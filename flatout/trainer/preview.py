@@ -19,7 +19,6 @@ from flatout.planner.memory.budget import (
     SMALLER,
     budget_bytes,
     cpu_budget,
-    cpu_bytes,
     longest_document_tokens,
     memory_model,
 )
@@ -59,7 +58,7 @@ class PlanSummary:
         if self.why_not is not None:
             yield "does not fit", self.why_not
         if self.host_bytes is not None and needed:
-            total, has = cpu_bytes(needed) / GIB, self.host_bytes / GIB
+            total, has = needed.total_bytes / GIB, self.host_bytes / GIB
             sizes = f"{total:.1f} GiB of {has:.1f} that this computer has free; it trains on its CPU"
             more = f"; {SMALLER}, or name a GPU to plan for" if total > has else f", {has - total:.1f} to spare"
             yield "does not fit" if total > has else "fits", sizes + more

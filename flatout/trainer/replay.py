@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +14,11 @@ import torch
 
 from flatout.checkpoint.tensor_file import TENSOR_SUFFIX, open_tensor_file
 from flatout.checkpoint.write import saved_steps
-from flatout.config.folders import RUN_NAME, round_folder
+from flatout.config.folders import RUN_NAME
 from flatout.config.read import load_config, paths_in_place
 from flatout.config.schema import Config
 from flatout.config.track import TrackConfig
-from flatout.errors import DataError, UsageError
+from flatout.errors import UsageError
 from flatout.track.callback import Callback
 from flatout.track.console import ConsoleCallback
 from flatout.track.record import StepRecord
@@ -72,7 +72,8 @@ def replay(folder: Path, step: int, console: ConsoleCallback) -> Replay:
     """Take the steps up to `step` (from 1) again, from the newest checkpoint before it, in a folder of its own.
 
     On a CPU, and on a GPU with `deterministic`, a run has the same bits again. Raises UsageError for a step that it
-    has not taken or recorded, DataError for a round whose answers are gone, and what `train` raises.
+    has not taken or recorded, CheckpointError for a round whose answers are gone, damaged or of another identity, and
+    what `train` raises.
     """
     log, config = read_run(folder), load_config(folder / "config.yaml")
     records = {record.step: record for record in log.steps}
@@ -84,25 +85,16 @@ def replay(folder: Path, step: int, console: ConsoleCallback) -> Replay:
         raise UsageError(f"{folder} was trained by {ranks}; a replay takes runs of one")
     saved = saved_steps(folder / "checkpoints")
     start = max((one for one in saved if one < step), default=0)
-    _require_answers(config, folder, range(start, step))
     compared = max((one for one in saved if start < one <= step), default=None)
     with _prepared(config, folder, start, compared) as (again, copy):
         watcher = _Compare(records, step, compared)
         with suppress(_Replayed):
-            train(again, callbacks=[watcher], console=console, evaluates=False)
+            train(again, callbacks=[watcher], console=console, replays=True)
         tensors: tuple[str, ...] = ()
         if compared is not None:
             name = f"checkpoints/step-{compared}"
             tensors = tuple(_differing(folder / name, copy / name))
     return Replay(start, watcher.differences, compared, tensors)
-
-
-def _require_answers(config: Config, folder: Path, steps: Sequence[int]) -> None:
-    if config.rollout.rounds is None:
-        return
-    for index in sorted({one // config.rollout.steps for one in steps}):
-        if not (file := round_folder(folder, index + 1).with_suffix(".json")).exists():
-            raise DataError(f"{file} is missing: without the answers of round {index + 1}, no step of it is replayed")
 
 
 @contextmanager

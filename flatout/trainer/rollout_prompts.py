@@ -17,6 +17,7 @@ from flatout.data.prompts import PromptSet, read_prompts
 from flatout.data.rollout_columns import with_rollout_columns
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import tokenizer_of
+from flatout.errors import counted
 from flatout.planner.steps.rounds import Rounds
 from flatout.planner.steps.training_plan import split_held_out
 from flatout.rollout.collect import COLUMNS
@@ -52,12 +53,14 @@ def open_prompts(config: Config, max_positions: int | None, reporter: Reporter) 
     rollout = config.rollout
     assert rollout.rounds is not None
     reporter.phase("reading prompts")
-    limits = [limit for limit in (rollout.max_prompt_tokens, max_positions and max_positions - 1) if limit is not None]
+    limits = {"rollout.max_prompt_tokens": rollout.max_prompt_tokens, "": max_positions and max_positions - 1}
     prompts = read_prompts(
-        config.data, config.model.name, max_tokens=min(limits, default=None),
+        config.data, config.model.name, limits=limits,
         progress=lambda done, total: reporter.phase("reading prompt", done, total or 0),
         log=lambda text: reporter.stage("prompts", text),
     )  # fmt: skip
+    for fix in prompts.longer:
+        reporter.event("rows", {**{name: prompts.counts[name] for name in ("too_long", "rows")}, "try": str(fix)})
     train_ids, held_out_ids = np.arange(len(prompts)), np.zeros(0, np.int64)
     if config.eval.fraction:
         each = map(prompts.ids_of, range(len(prompts)))
@@ -67,6 +70,10 @@ def open_prompts(config: Config, max_positions: int | None, reporter: Reporter) 
     opened = RolloutPrompts(prompts, train_ids, held_out_ids, tokenizer_of(config.data, config.model.name), rounds)
     held_out = f", {len(held_out_ids):,} held out" if len(held_out_ids) else ""
     reporter.stage("prompts", f"{len(train_ids):,} of up to {prompts.lengths.max():,} tokens{held_out}")
+    # of 25, the standard error of a reward of 0 or 1 is 0.1
+    if 0 < len(held_out_ids) < 25:
+        few = f"{counted(len(held_out_ids), 'held-out prompt')} (eval.fraction={config.eval.fraction:g})"
+        reporter.event("held_out", {"why": f"{few} may choose best/ by chance; 25 or more are better"})
     return opened, bounds_store(opened, rollout.max_new_tokens, max_positions)
 
 

@@ -24,11 +24,12 @@ from flatout.config.section import with_paths
 from flatout.data.token_store import TokenStore
 from flatout.errors import Fix, ResourceError
 from flatout.io.durable_io import DurableIO
+from flatout.io.redact import redacted
 from flatout.models.stops import stop_token_ids
 from flatout.objectives.policy import Policy
 from flatout.planner.steps.packing import partition
 from flatout.rollout.advantages import make_advantages
-from flatout.rollout.collect import GROUPS, Group, Journal, journal_folder, write_round
+from flatout.rollout.collect import GROUPS, Group, Journal, journal_folder, round_identity, write_round
 from flatout.rollout.rewards.pool import Item
 from flatout.rollout.sampler import Completion, NoRoomError, SamplingParams
 from flatout.track.record import HeldOutRecord, RatedAnswer, RoundRecord
@@ -70,7 +71,8 @@ def collect_round(
     folder = round_folder(run.config.folder, index + 1)
     numbers = prompts.train_ids[prompts.rounds.places(index, run.config.seed)]
     identity = identity_of(run, prompts, index)
-    journal = Journal(journal_folder(folder), identity, run.rank.index)
+    key = xxh3_128_hexdigest(json.dumps(identity, sort_keys=True).encode())
+    journal = Journal(journal_folder(folder), key, run.rank.index)
     known = journal.groups()
     sampled, scored = group.run_on_first_rank(lambda: [[*known], [at for at, one in known.items() if one.rewards]])
 
@@ -158,21 +160,16 @@ def _tell(run: TrainingRun, doing: str, done: int, total: int) -> None:
     raise StopRequested
 
 
-def identity_of(run: TrainingRun, prompts: RolloutPrompts, index: int) -> str:
-    """Return what decides the answers of a round and their scores: everything that changes numbers in the run so far.
-
-    These are settings, prompts, the code and weights that files have, wherever they lie, and the answers before.
-    """
-    settings, fingerprints = with_paths(run.config, lambda path: Path(path).name), run.planned.fingerprints
-    facts = {
-        "settings": numerics_of(settings.model_dump(mode="json")),
-        **{name: fingerprints.get(name) for name in ("model", "objective", "optim")},
-        "rewards": sorted(fingerprints["rewards"].values()),
-        "prompts": prompts.prompts.fingerprint,
-        "round": index,
-        "after": run.progress.round_store,
+def identity_of(run: TrainingRun, prompts: RolloutPrompts, index: int) -> dict[str, Any]:
+    """Return what decides the answers of a round and their scores: all that changes numbers in the run so far."""
+    config = with_paths(run.config, lambda path: Path(path).name)
+    return {
+        **redacted(numerics_of(config.model_dump(mode="json"))),
+        **round_identity(run.config.lora, run.planned.fingerprints),
+        "the prompts": prompts.prompts.fingerprint,
+        "the number of the round": index,
+        "the answers of the round before": run.progress.round_store,
     }
-    return xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
 
 
 def digest_of(store: TokenStore) -> str:
@@ -188,24 +185,14 @@ def _deal(run: TrainingRun, places: Sequence[int], numbers: Any, lengths: Mappin
     return [places[index] for index in partition(costs, run.rank.world)[run.rank.index]] if places else []
 
 
-def _params(run: TrainingRun, prompts: RolloutPrompts) -> SamplingParams:
-    rollout = run.config.rollout
-    return SamplingParams(
-        rollout.max_new_tokens,
-        temperature=rollout.temperature,
-        seed=run.config.seed,
-        stop_ids=frozenset(stop_token_ids(run.model, prompts.tokenizer, prompts.prompts.stop_tokens)),
-        max_positions=run.planned.shape.max_positions,
-    )
-
-
 def _sample(
     run: TrainingRun, prompts: RolloutPrompts, asked: Sequence[tuple[int, int, int]], size: int, doing: str,
     on_group: Callable[[Group], None],
 ) -> int:  # fmt: skip
     """Sample `size` answers to each prompt, given by place, number and the number that it is drawn by.
 
-    `on_group` gets a group once its last answer ends. Returns the number of tokens. Raises StopRequested.
+    `on_group` gets a group once its last answer ends. Returns the number of tokens. Raises StopRequested, and
+    ResourceError if memory has no room for the answers.
     """
     finished: dict[int, dict[int, Completion]] = {}
     num_tokens = num_done = 0
@@ -225,28 +212,25 @@ def _sample(
             place, number, _ = asked[prompt]
             on_group(Group(place, number, tuple(answers[each] for each in range(size))))
 
-    texts = [prompts.prompts.ids_of(number).tolist() for _, number, _ in asked]
+    texts, rollout = [prompts.prompts.ids_of(number).tolist() for _, number, _ in asked], run.config.rollout
     _tell(run, doing, 0, len(asked) * size)
-    _sampled(run, texts, size, _params(run, prompts), [key for _, _, key in asked], on_token, on_answer)
-    return num_tokens
-
-
-def _sampled(
-    run: TrainingRun, texts: Sequence[Sequence[int]], size: int, params: SamplingParams, keys: Sequence[int],
-    on_token: Any = None, on_answer: Any = None,
-) -> list[list[Completion]]:  # fmt: skip
-    """Call the run's sampler with its current weights. Raises ResourceError if memory has no room for the answers."""
+    stops = frozenset(stop_token_ids(run.model, prompts.tokenizer, prompts.prompts.stop_tokens))
+    params = SamplingParams(
+        rollout.max_new_tokens, temperature=rollout.temperature, seed=run.config.seed, stop_ids=stops,
+        max_positions=run.planned.shape.max_positions,
+    )  # fmt: skip
     try:
         with sampling(run) as sampler:
             if texts:
                 sampler.prove(texts)
-            return sampler.sample(texts, size, params, on_token, keys, on_answer=on_answer)
+            sampler.sample(texts, size, params, on_token, [key for _, _, key in asked], on_answer=on_answer)
     except (NoRoomError, torch.OutOfMemoryError) as error:
         why = "out of memory while sampling; lower rollout.max_new_tokens, or the memory that training takes"
         fix = Fix({"recompute": "full"})
         raise ResourceError(why, [fix]) from error
     finally:
         make_room_for_steps(run)
+    return num_tokens
 
 
 def _score(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 from pydantic import TypeAdapter
@@ -24,7 +25,8 @@ from flatout.planner.steps.prefixes import UnitPrefixes
 from flatout.planner.steps.rounds import BoundsPlan
 from flatout.planner.steps.training_plan import select_samples
 from flatout.planner.steps.units import Samples
-from flatout.rollout.collect import journal_folder
+from flatout.rollout.collect import journal_folder, what_differs
+from flatout.rollout.rewards.model import RewardModel
 from flatout.rollout.rewards.pool import Rewards
 from flatout.track.callback import Reporter
 from flatout.trainer.normalizers import make_normalizers
@@ -90,44 +92,52 @@ def open_round(
 ) -> tuple[TokenStore | None, str]:
     """Return the answers of a round to train, of an earlier start or sampled now, or None and why. Collective.
 
-    Raises as `collect_round`, and CheckpointError if a step is complete, and its answers are missing or other ones.
+    Raises as `collect_round`, and CheckpointError if a step is complete, or a replay takes it, and its answers are
+    missing or other ones.
     """
     folder, is_begun = round_folder(run.config.folder, index + 1), run.progress.step > index * prompts.rounds.steps
-    file = folder.with_suffix(".json")
+    file, replays = folder.with_suffix(".json"), run.state.replays
 
     def look() -> tuple[str | None, str] | None:
         """Return what `collect_round` does; None for a round that is still to be sampled."""
-        if not (is_begun or file.exists()):
+        if not (is_begun or replays or file.exists()):
             return None
         try:
-            said = validated(_ROUND_FILE, read_json(file, DataError), str(file), DataError)
-            own = run.progress.round_store if is_begun else identity_of(run, prompts, index)
-            if (said.digest if is_begun else said.identity) != own:
-                raise DataError(f"{file}: its answers are of another model, other rewards or other settings")
-            if said.digest is not None:
-                store = TokenStore.open(folder)
-                for sample in range(store.num_samples):
-                    store.sample(sample)  # raises if it is damaged, before a step reads it
-                if digest_of(store) != said.digest:
-                    raise DataError(f"{folder}: its answers are not those that {file} names")
+            complete = _read_round(file)
+            if is_begun and complete.digest != run.progress.round_store:
+                raise DataError(f"{file}: its answers are not those that the checkpoint was trained on")
+            if not is_begun and (differs := what_differs(complete.identity, identity_of(run, prompts, index))):
+                raise DataError(f"{file}: its answers were sampled with another value of: {differs}")
         except DataError as error:
-            if is_begun:
-                raise CheckpointError(
-                    f"step {run.progress.step} is in round {index + 1}, whose other steps need its answers: "
-                    f"{error.text}; restore them, or remove this checkpoint, so that an earlier one goes on"
-                ) from error
+            if is_begun or replays:
+                why = "a replay samples none" if replays else f"step {run.progress.step} is in it"
+                way = "" if replays else ", or remove this checkpoint, so that an earlier one goes on"
+                said = f"round {index + 1} needs its answers, as {why}: {error.text}; restore them{way}"
+                raise CheckpointError(said) from error
             run.reporter.event("round_again", {"round": index + 1, "why": error.text})
             return None
         # the start before may have ended between the round and these
-        run.reporter.record(said.record)
+        run.reporter.record(complete.record)
         DurableIO().remove_tree(journal_folder(folder))
-        return said.digest, said.record.why_untrained
+        return complete.digest, complete.record.why_untrained
 
     digest, why_none = run.checkpoints.group.run_on_first_rank(look) or collect_round(run, prompts, index, lengths)
     return TokenStore.open(folder) if digest is not None else None, why_none
 
 
-def read_rewards(config: Config, reporter: Reporter, group: ControlGroup) -> Rewards:
+def _read_round(file: Path) -> RoundFile:
+    """Return what the file of a round says. Raises DataError if it or its answers are missing or damaged."""
+    said = validated(_ROUND_FILE, read_json(file, DataError), str(file), DataError)
+    if said.digest is not None:
+        store = TokenStore.open(file.with_suffix(""))
+        for sample in range(store.num_samples):
+            store.sample(sample)  # raises if it is damaged, before a step reads it
+        if digest_of(store) != said.digest:
+            raise DataError(f"{store.folder}: its answers are not those that {file} names")
+    return said
+
+
+def read_rewards(config: Config, models: Sequence[RewardModel], reporter: Reporter, group: ControlGroup) -> Rewards:
     """Read the files of a run's reward functions without running them; a data set has none. Collective.
 
     Raises UsageError on every rank for a file that one cannot read.
@@ -142,7 +152,7 @@ def read_rewards(config: Config, reporter: Reporter, group: ControlGroup) -> Rew
     def read() -> None:
         DurableIO().make_dir(log_file.parent)
         log = partial(reporter.stage, "rewards")
-        rewards.append(Rewards(config.rollout.rewards, log_file, num_procs=num_procs, log=log))
+        rewards.append(Rewards(config.rollout.rewards, log_file, models=models, num_procs=num_procs, log=log))
 
     group.run_on_all_ranks(read)
     return rewards[0]

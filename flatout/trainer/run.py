@@ -92,12 +92,12 @@ def train(
     on_peer_lost: OnPeerLost | None = None,
     start_up: StartUpClock | None = None,
     reuse_measured: bool = False,
-    evaluates: bool = True,
+    replays: bool = False,
 ) -> Result:
     """Train a configuration to the end; `callbacks` are called on the first rank, after the console and run folder.
 
     `console` is one that the caller has entered; by default, a new one prints to standard output. `start_up` counts the
-    seconds since the launch; by default, this call. `reuse_measured`: as in `MemoryCheck`; `evaluates`: before step 1.
+    seconds since the launch; by default, this call. `reuse_measured`: as in `MemoryCheck`; `replays`: as in LoopState.
 
     Raises a FlatoutError; PreemptedError means saved and resumable. `on_peer_lost` is called in a thread of its own
     as soon as a rank is lost. The error is then raised, unless this rank is blocked in a collective: then end.json is
@@ -125,7 +125,7 @@ def train(
         )
         try:
             with watch.guard(), torch_settings_kept():
-                result = set_up_and_train(config, reporter, rank, watch, reuse_measured, evaluates)
+                result = set_up_and_train(config, reporter, rank, watch, reuse_measured, replays)
             leave_group()
         except BaseException as raised:
             error = host_memory_error(raised) or exit_refused(raised) or raised
@@ -180,7 +180,7 @@ def open_run(
 
 
 def set_up_and_train(
-    config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, reuse_measured: bool, evaluates: bool
+    config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, reuse_measured: bool, replays: bool
 ) -> Result:
     """Open the data, join the ranks, plan the run, find its checkpoint, build it, and take the steps; one call a stage.
 
@@ -199,7 +199,7 @@ def set_up_and_train(
     planned = plan_run(config, data, reporter, rank, gpu and memory_check.corrected(gpu))
     reporter.phase("reading the model's fingerprint")
     fingerprints = {**planned.fingerprints, "model": fingerprint_model(config.model)}
-    rewards = read_rewards(config, reporter, group)
+    rewards = read_rewards(config, data.reward_models, reporter, group)
     if config.rollout.rounds is not None:
         fingerprints["rewards"] = rewards.digests
     planned = replace(planned, fingerprints=fingerprints)
@@ -223,9 +223,9 @@ def set_up_and_train(
         # their processes start on all ranks, before the model is loaded, or on none
         group.run_on_all_ranks(lambda: stack.enter_context(rewards) and None)
         run = build_run(setup, checkpoint, memory_check)
-        run.state.rewards = rewards
+        run.state.rewards, run.state.replays = rewards, replays
         rewards.load_models(run.device)
-        if not evaluates:
+        if replays:
             run.progress.last_eval_step = run.progress.step
         del checkpoint  # its open files would keep deleted checkpoints on disk
         reporter.phase("starting the loop")

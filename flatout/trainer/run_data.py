@@ -79,6 +79,8 @@ class RunData(NamedTuple):
     """The rows that embedding and head have to have for them; 0 without."""
     rollouts: RolloutPrompts | None = None
     """The prompts of a run of rounds, whose store is then the bounds of a round, or the answers of one."""
+    reward_models: Sequence[RewardModel] = ()
+    """Those of `rollout.rewards`, not loaded."""
 
 
 def open_data(config: Config, reporter: Reporter, rank: Rank, *, starts: bool) -> RunData:
@@ -114,15 +116,15 @@ def open_data(config: Config, reporter: Reporter, rank: Rank, *, starts: bool) -
     if beyond := check_positions(shape, int(store.lengths.max()), origin=f"{config.model.name}/config.json"):
         reporter.event("positions", beyond)
     split = SplitStore(store, None, None) if rollouts else hold_out_samples(store, config, reporter)
+    models = [RewardModel(reward) for reward in config.rollout.rewards if reward.kind == "model"]
     eval_stores = {} if rollouts else open_eval_stores(config, store, objective, reporter)
     text_config = read_text_config(model.name, model.revision)
     settings, new_tokens = PlanSettings.of(config), new_token_ids(config.data, model.name)
     if rollouts:
         batch = config.batch.model_copy(update={"samples_per_step": rollouts.rounds.units_per_step})
-        models = [RewardModel(reward) for reward in config.rollout.rewards if reward.kind == "model"]
         num_bytes = sum(model.num_bytes for model in models)
         settings = replace(settings, batch=batch, records_graphs=False, reward_models_bytes=num_bytes)
-    return RunData(settings, objective, shape, text_config, split, eval_stores, scoring, *new_tokens, rollouts)
+    return RunData(settings, objective, shape, text_config, split, eval_stores, scoring, *new_tokens, rollouts, models)
 
 
 def checked_objective(config: Config, reporter: Reporter) -> Objective:
@@ -258,18 +260,26 @@ def with_used_labels(store: TokenStore, objective: Objective, reporter: Reporter
 def open_tokens(data: DataConfig, config: Config, reporter: Reporter, objective: Objective) -> TokenStore:
     """Open a data set or build it, and report how far that is. Raises DataError without a column of the objective."""
     reporter.phase("opening the tokens")
-    store = open_or_build(
-        data.with_format(objective.row_format),
-        config.model.name,
-        trained_on=data_of(config.folder),
-        progress=lambda done, total: reporter.phase("tokenizing row", done, total or 0),
-        log=lambda text: reporter.stage("tokens", text),
-    )
-    for name in objective.reference_columns:
-        store = with_reference(store, name)
-    store = with_undesirable(store) if UNDESIRABLE in objective.columns else store
-    store = with_advantages(store, objective, reporter)
-    store.require_columns(objective.columns, who := f"objective {objective.name}")
+    try:
+        store = open_or_build(
+            data.with_format(objective.row_format),
+            config.model.name,
+            trained_on=data_of(config.folder),
+            progress=lambda done, total: reporter.phase("tokenizing row", done, total or 0),
+            log=lambda text: reporter.stage("tokens", text),
+        )
+        for name in objective.reference_columns:
+            store = with_reference(store, name)
+        store = with_undesirable(store) if UNDESIRABLE in objective.columns else store
+        store = with_advantages(store, objective, reporter)
+        store.require_columns(objective.columns, who := f"objective {objective.name}")
+    except DataError as error:
+        if not isinstance(objective, Policy) or any(source.format == "rollouts" for source in data.sources):
+            raise
+        rounds = {"rollout.rounds": 100, "rollout.rewards": ["rewards.py:correct"]}
+        # those that read rows with answers lead no further
+        others = [fix for fix in error.fixes if not {"objective", "data.sources"} & fix.settings.keys()]
+        raise DataError(error.text, [Fix(rounds, "if rows are prompts: samples answers"), *others]) from error
     store = with_rollout_columns(store) if ADVANTAGE in objective.columns else store
     store.require_columns(objective.needed_columns, who)
     return store

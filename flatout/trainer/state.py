@@ -101,6 +101,8 @@ class LoopState:
     """The sampler of `answers.sampler_of`, once made."""
     rewards: Rewards | None = None
     """What scores sampled answers, while a run of rounds is in its steps."""
+    replays: bool = False
+    """Whether it takes steps again: it samples no answers, and does not evaluate before the first one."""
 
 
 class StopRequest(StopSignals):

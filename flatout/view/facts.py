@@ -20,7 +20,7 @@ from flatout.track.record import EVAL, STEP, EvalRecord, HeldOutRecord
 from flatout.track.run_log import RunLog
 from flatout.track.start_up import EVENT as START_UP
 from flatout.track.start_up import stages_of
-from flatout.track.summary import JUDGED, JUDGED_ROWS, RunSummary, judged_values, summarize
+from flatout.track.summary import JUDGED, JUDGED_ROWS, RunSummary, judged_values, seconds_of, summarize
 
 NONE = "–"
 # what the headline calls what a run is judged by
@@ -80,24 +80,23 @@ def plan_rows(log: RunLog) -> list[tuple[str, str, str]]:
     if log.start is None:
         return []
     plan, steps = log.start.plan, log.steps
-    num_steps = steps[-1].step if steps else 0
-    tokens = sum(record.num_tokens * record.num_recorded for record in steps)
-    labels = sum(record.num_label_tokens * record.num_recorded for record in steps)
+    summary = summarize(log)
+    tokens, labels = summary.num_tokens, summary.num_label_tokens
     # the padding loader's tokens of each step, from the share of them that was avoided
-    naive = sum(r.num_tokens * r.num_recorded / max(1e-9, 1.0 - r.padding_avoided) for r in steps)
-    padded = sum(r.num_tokens * r.num_recorded / (1.0 - r.padding_share) for r in steps)
+    counts = [(one.tokens_per_s * seconds_of(one), one) for one in steps]
+    naive = sum(count / max(1e-9, 1.0 - one.padding_avoided) for count, one in counts)
+    padded = sum(count / (1.0 - one.padding_share) for count, one in counts)
     padding = 1.0 - tokens / padded if padded else 0.0
-    shared = sum(r.num_tokens * r.num_recorded * r.shared_share for r in steps) / max(1, tokens)
+    shared = sum(count * one.shared_share for count, one in counts) / max(1, tokens)
     balance = sum(record.balance for record in steps) / len(steps) if steps else 0.0
     balances = [one for record in steps if (one := record.measured_balance) is not None]
     measured = f", {sum(balances) / len(balances):.1%} measured" if balances else ""
-    peak = max((record.peak_memory_bytes for record in steps), default=0)
     # before they are sampled, answers of rounds have bounds only
     rounds = log.start.settings.get("rollout.rounds")
     bound, padded_and_balanced = ("", ()) if rounds is None else ("at most ", ("padding avoided", "balance of ranks"))
     rows = [
         *(() if rounds is None else [("rounds", f"{rounds:,}", f"{len(log.rounds):,}")]),
-        ("steps", f"{plan.num_steps:,}", f"{num_steps:,}"),
+        ("steps", f"{plan.num_steps:,}", f"{summary.num_steps:,}"),
         ("epochs", f"{plan.epochs:.3g}", f"{steps[-1].epoch:.3g}" if steps else "0"),
         ("tokens", f"{bound}{short_count(plan.num_tokens)}", short_count(tokens)),
         ("label tokens", f"{bound}{short_count(plan.num_label_tokens)}", short_count(labels)),
@@ -105,7 +104,7 @@ def plan_rows(log: RunLog) -> list[tuple[str, str, str]]:
         *([("padding", f"{plan.padding_share:.1%}", f"{padding:.1%}")] if plan.layout == "rows" else ()),
         *([("shared prefixes", f"{plan.shared_share:.1%}", f"{shared:.1%}")] if plan.shared_share else ()),
         ("balance of ranks", f"{plan.balance:.1%}", f"{balance:.1%}{measured}" if steps else NONE),
-        ("memory of a rank", *(gib(one) if one else NONE for one in (plan.memory_bytes, peak))),
+        ("memory of a rank", *(gib(one) if one else NONE for one in (plan.memory_bytes, summary.peak_memory_bytes))),
     ]
     return [row for row in rows if row[0] not in padded_and_balanced]
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from flatout.config.folders import round_folder
-from flatout.config.objective import REWARD
+from flatout.config.objective import ADVANTAGE, REWARD
 from flatout.config.read import load_config
+from flatout.data.rollout_columns import ENDINGS
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import tokenizer_of
 from flatout.errors import UsageError
@@ -20,17 +21,29 @@ _BY_FUNCTION = f"{REWARD}_"
 
 
 @dataclass(frozen=True, slots=True)
+class TrainedAnswer(RatedAnswer):
+    """An answer of a round with what it was trained as."""
+
+    token_ids: tuple[int, ...]
+    """Of the answer, a stop token included."""
+    advantage: float
+    """How much better it is than others: what each of its tokens was trained by."""
+    ending: str
+    """Why it ended: stop (a stop token), length (max_new_tokens) or positions (the model has no more)."""
+
+
+@dataclass(frozen=True, slots=True)
 class RoundAnswers:
     """The answers of one round that were trained, the greatest reward first."""
 
     round: int
-    answers: tuple[RatedAnswer, ...]
+    answers: tuple[TrainedAnswer, ...]
 
-    def best(self, count: int = 5) -> tuple[RatedAnswer, ...]:
+    def best(self, count: int = 5) -> tuple[TrainedAnswer, ...]:
         """Return the answers with the greatest rewards."""
         return self.answers[:count]
 
-    def worst(self, count: int = 5) -> tuple[RatedAnswer, ...]:
+    def worst(self, count: int = 5) -> tuple[TrainedAnswer, ...]:
         """Return the answers with the least rewards, the least first."""
         return self.answers[: -count - 1 : -1]
 
@@ -54,10 +67,12 @@ def read_round(folder: Path, number: int) -> RoundAnswers:
     names = [name for name in store.extra if name.startswith(_BY_FUNCTION)]
     answers = []
     for index in np.argsort(-np.asarray(store.extra[REWARD]), kind="stable").tolist():
-        ids, mask = store.sample(index).pair
-        start = int(np.argmax(mask))
+        sample = store.sample(index, [ADVANTAGE])
+        ids, start = sample.token_ids, int(np.argmax(sample.loss_mask))
         prompt, answer = (str(tokenizer.decode(part, skip_special_tokens=True)) for part in (ids[:start], ids[start:]))
         values = {name.removeprefix(_BY_FUNCTION): float(store.extra[name][index]) for name in names}
         given = {name: None if np.isnan(value) else value for name, value in values.items()}
-        answers.append(RatedAnswer(prompt, answer, float(store.extra[REWARD][index]), given))
+        trained = tuple(ids[start:].tolist()), float(sample.columns[ADVANTAGE][start])
+        ending = ENDINGS[store.extra["ending"][index]]
+        answers.append(TrainedAnswer(prompt, answer, float(store.extra[REWARD][index]), given, *trained, ending))
     return RoundAnswers(number, tuple(answers))

@@ -71,14 +71,14 @@ def converted(source: RowSource, config: SourceConfig, log: Callable[[str], None
             most = left_out.most_common(1)[0][0]
             raise DataError(f"{source.name}: {config.converter} left out all {left_out.total():,} rows ({most})")
 
-    files = {**source.files, str(code.path): code.digest, **imported_files(code)}
+    files = {**source.files, **files_of(code)}
     named = f"{code.path.name}:{code.name}"
     return replace(source, files=files, num_rows=None, read=read, is_local=False, converter=named, left_out=left_out)
 
 
-def imported_files(code: OwnCode) -> dict[str, str]:
-    """Return the files in the folder of code that it imports, and that these import, with their hashes; runs none."""
-    digests, unread = dict[str, str](), [(code.path.parent, code.content)]
+def files_of(code: OwnCode) -> dict[str, str]:
+    """Return the file of code, those beside it that it imports, and that these import, with their hashes; runs none."""
+    digests, unread = {str(code.path): code.digest}, [(code.path.parent, code.content)]
     while unread:
         folder, content = unread.pop()
         with suppress(SyntaxError, ValueError):  # told when it runs

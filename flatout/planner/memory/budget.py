@@ -21,9 +21,6 @@ from flatout.planner.steps.training_plan import NUM_STEPS_SEEN, TrainingPlan
 
 # without a GPU: enough for efficient matrix products; fewer where memory is short
 CPU_MICRO_BATCH_TOKENS, CPU_SMALLER = 8192, (4096, 2048, 1024)
-# what a process on the CPU holds beside its tensors, and how much more memory than tensors its allocator takes: with
-# both, 0.6 GiB were planned where 0.5 were resident, and 4.2 where 4.2 were (12 layers of 576, 4,033 tokens)
-PROCESS_BYTES, CPU_SHARE = int(0.45 * GIB), 1.3
 SMALLER = "set batch.micro_batch_tokens=2048, recompute=full or data.max_tokens=1024"
 # computes in fp32, and without the compiler
 CPU = Device("the CPU", 0, has_bf16=False, has_fp8=False)
@@ -133,7 +130,7 @@ def memory_model(
     own_shape = shape.on_one_of(settings.expert_ranks)
     return MemoryModel(
         settings, own_shape, precision, compiled, parallel_layout,
-        corrections=device.corrections,
+        corrections=device.corrections, on_cpu=device is CPU,
     )  # fmt: skip
 
 
@@ -198,14 +195,8 @@ def cpu_budget(settings: PlanSettings, *, is_alone: bool) -> int | None:
     What is free may differ between ranks, which must plan alike, so it only counts for a process that `is_alone`.
     """
     free = available_host_bytes() if is_alone else None
-    if settings.memory == "auto":
-        return free
-    return int(settings.memory * GIB) if free is None else min(free, int(settings.memory * GIB))
-
-
-def cpu_bytes(estimate: MemoryEstimate) -> int:
-    """Return what a process on the CPU holds whose tensors take this estimate."""
-    return int(estimate.total_bytes * CPU_SHARE) + PROCESS_BYTES
+    given = None if settings.memory == "auto" else int(settings.memory * GIB)
+    return min((one for one in (free, given) if one is not None), default=None)
 
 
 def _choose_on_cpu(
@@ -225,7 +216,7 @@ def _choose_on_cpu(
 
     def needed(level: Recompute, count: int) -> int:
         size = tokens.micro_batch(min(count, tokens.largest_pass_tokens))
-        return cpu_bytes(model.estimate(size, level, accumulates=count < tokens.rank_step_tokens))
+        return model.estimate(size, level, accumulates=count < tokens.rank_step_tokens).total_bytes
 
     choices = [(level, count) for level in levels for count in dict.fromkeys(counts)]
     fitting = [choice for choice in choices if budget is None or needed(*choice) <= budget]

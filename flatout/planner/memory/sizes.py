@@ -50,6 +50,8 @@ class MemoryEstimate:
     """Whether gradients are allocated as activations are freed, so that only the larger of the two counts."""
     reward_models_bytes: int = 0
     """Weights beside the model, which stay between rounds."""
+    process_bytes: int = 0
+    """On a CPU, what the process holds beside its tensors: code, and freed memory that its allocator keeps."""
 
     @property
     def parts(self) -> dict[str, int]:
@@ -64,7 +66,7 @@ class MemoryEstimate:
     @property
     def total_bytes(self) -> int:
         never_together = min(self.gradients_bytes, self.activations_bytes) if self.in_turn else 0
-        return self.state_bytes + self.activations_bytes + self.working_bytes - never_together
+        return self.state_bytes + self.activations_bytes + self.working_bytes - never_together + self.process_bytes
 
 
 @dataclass(frozen=True, slots=True)

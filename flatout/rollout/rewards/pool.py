@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from flatout.config.own_code import OwnCode
 from flatout.config.rewards import RewardConfig
 from flatout.data.prompts import RunPrompt
-from flatout.data.rows.converter import imported_files
+from flatout.data.rows.converter import files_of
 from flatout.data.workers import usable_procs
 from flatout.environment import environment_of_child
 from flatout.errors import Fix, UsageError
@@ -100,9 +100,11 @@ class Scores:
             item, what = self._items[index], f"reward {config.title}" + (f" ({config.path})" if config.path else "")
             text = printable(f"{what}: {value}; prompt: {item.prompt.origin}; answer: {item.answer[:80]!r}")
             if config.on_error == "stop":
-                raise UsageError(
-                    text, [Fix({}, "correct it, or set its on_error to zero or skip, to count it and go on")]
-                )
+                asked = [one.model_dump(mode="json", exclude_unset=True) for one in self._configs]
+                asked[reward] |= {"on_error": "skip"}
+                why = "trains on without it: its faults are counted, and these answers get the sum of the others"
+                correct = Fix({}, "correct it there" if config.function else "correct the row, or what it reads of it")
+                raise UsageError(text, [correct, Fix({"rollout.rewards": asked}, why)])
             if not self.problems[config.title]:
                 done = "scored 0" if config.on_error == "zero" else "left out of the sum"
                 self._log(
@@ -183,16 +185,19 @@ class Rewards:
         configs: Sequence[RewardConfig],
         log_file: Path,
         *,
+        models: Sequence[RewardModel] = (),
         num_procs: int | None = None,
         log: Callable[[str], None] = to_stderr,
     ) -> None:
         """Read the files of the functions without running them; what they print later goes to `log_file`, whose
         folder exists.
 
-        `num_procs` are the processes, None: one per core up to 16. Raises UsageError.
+        `models` are those of the reward models, in their order, `num_procs` the processes, None: one per core up to 16.
+        Raises UsageError.
         """
         self._configs, self._log_file, self._log = configs, log_file, log
-        self._models = {at: RewardModel(config) for at, config in enumerate(configs) if config.kind == "model"}
+        places = [place for place, config in enumerate(configs) if config.kind == "model"]
+        self._models = dict(zip(places, models, strict=True))
         self.digests = {file: digest for model in self._models.values() for file, digest in model.digests.items()}
         """The hash of each file of a function, of the files beside it that it imports, and of reward models."""
         described = [self._described(config) for config in configs if config.kind != "model"]
@@ -208,7 +213,7 @@ class Rewards:
         if config.function is None:
             return described
         code = OwnCode.read(config.function, "rollout.rewards", "reward")
-        self.digests |= {str(code.path): code.digest, **imported_files(code)}
+        self.digests |= files_of(code)
         path, content = f"{code.path.absolute()}:{code.name}", code.content.decode(FILE_ENCODING)
         return described | {"path": path, "content": content, "digest": code.digest}
 

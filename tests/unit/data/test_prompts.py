@@ -47,7 +47,7 @@ def read(tmp_path, small_tokenizer_dir):
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         values = {"sources": [{"path": str(tmp_path / "rows.jsonl"), **(source or {})}], "template": "chatml"}
         config = DataConfig.model_validate(values | {"num_procs": 1} | settings)
-        return read_prompts(config, str(small_tokenizer_dir), max_tokens=most)
+        return read_prompts(config, str(small_tokenizer_dir), limits={"rollout.max_prompt_tokens": most})
 
     return read
 
@@ -77,8 +77,16 @@ def test_what_is_dropped_repeated_and_counted(read):
     assert prompts.offsets.tolist() == np.cumsum([0, *prompts.lengths]).tolist()
     assert len(read(rows, {"weight": 2.0})) == 12
     assert len(read(rows, num_samples=4)) == 4
-    with pytest.raises(DataError, match="1 of 7 rows are over max_tokens=40"):
+    (longer,) = prompts.longer
+    assert list(longer.settings) == ["rollout.max_prompt_tokens"]
+    whole = read([*rows, long], most=longer.settings["rollout.max_prompt_tokens"])
+    assert (len(whole), len(whole.longer)) == (7, 0)
+    with pytest.raises(DataError, match="1 of 7 rows are over max_tokens=40") as refused:
         read([*rows, long], most=40, too_long="error")
+    assert refused.value.fixes[0] == longer
+    with pytest.raises(DataError, match="is empty") as refused:
+        read([long], max_tokens=40)
+    assert list(refused.value.fixes[0].settings) == ["data.max_tokens"]
 
 
 def test_the_fingerprint_is_of_tokens_and_rows(read):
@@ -107,6 +115,28 @@ def test_rows_that_ask_nothing_are_refused(read, name):
     row, said = BAD[name]
     with pytest.raises(DataError, match=said):
         read([row])
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"Task": "hello there", "answer": "yes it is"}, "Task"),
+        ({"user": "hello there", "about": "a long remark", "id": "row-1"}, "user"),
+        ({"task": "hello there", "remark": "a long remark"}, None),
+        ({"n": 3, "answer": "yes it is"}, None),
+    ],
+)
+def test_the_only_text_that_can_be_a_question_is_offered_as_the_prompt(read, tmp_path, row, column):
+    """Otherwise, the columns are named."""
+    with pytest.raises(DataError) as refused:
+        read([row])
+    assert all(name in refused.value.text for name in row)
+    if column is None:
+        assert not refused.value.fixes
+        return
+    (fix,) = refused.value.fixes
+    assert fix.settings["data.sources"][0]["columns"] == {"prompt": column}
+    assert read([row], fix.settings["data.sources"][0])[0].text == "hello there"
 
 
 def test_prompts_and_rows_with_answers_are_not_taken_for_each_other(read, small_tokenizer_dir, tmp_path):

@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from flatout import load
 from flatout.cli.main import main
 from flatout.config.read import dump_config
 from flatout.errors import UsageError
@@ -60,6 +63,27 @@ def test_the_cpu_is_a_device_to_plan_for_and_an_unknown_one_is_refused(run_file,
     # which GPU is not known here
     assert main(["plan", str(run_file), "--device", "cuda"]) == 2
     assert "device 'cuda' is unknown; choose one of " in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_run_on_a_cpu_takes_about_what_is_planned(run_file, capsys, recompute):
+    """Of a model whose tensors are large enough to count, in a process of its own."""
+    shape = shape_of(run_file) | {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12}
+    shape["layer_types"] = ["full_attention"] * 12
+    (run_file.parent / "model" / "config.json").write_text(json.dumps(shape))
+    words = [
+        str(run_file),
+        "model.init=random",
+        "batch.samples_per_step=60",
+        "batch.max_steps=2",
+        f"recompute={recompute}",
+    ]
+    assert main(["plan", *words, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["memory"]["total_bytes"]
+    subprocess.run([sys.executable, "-m", "flatout", "train", *words, "checkpoint.every_steps=null"], check=True)
+    steps = load(run_file.parent / "run").log.steps
+    assert planned == pytest.approx(max(one.peak_memory_bytes for one in steps), rel=0.3)
 
 
 def test_json_is_the_same_report(run_file, capsys):

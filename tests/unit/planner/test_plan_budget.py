@@ -262,7 +262,7 @@ def test_statistics_are_those_of_the_steps():
         (200, 130, (4096, "none")),
         (80, 200, (2048, "none")),
         (60, "auto", (8192, "full")),
-        (50, "auto", (4096, "full")),
+        (45, "auto", (4096, "full")),
         (1, "auto", (2048, "full")),
     ],
 )

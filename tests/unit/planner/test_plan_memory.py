@@ -9,7 +9,8 @@ from qwen3_8b import QWEN3_8B
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flatout.config.read import make_config
-from flatout.planner.devices import GIB
+from flatout.planner.devices import ANY_DEVICE, GIB
+from flatout.planner.memory.budget import CPU, memory_model
 from flatout.planner.memory.estimate import (
     MemoryModel,
     activation_elements,
@@ -47,6 +48,25 @@ def estimate(
     config = PlanSettings.of(make_config({"model": {"name": "m"}, "lora": {"rank": 16}} | sections))
     model = MemoryModel(config, shape, precision, compiled, parallel_layout)
     return model.estimate(size, recompute, accumulates=accumulates)
+
+
+# LoRA in fp32 on two cores: tokens of a pass, recompute, resident GiB of several steps of rounds or of rows
+SMOLLM = {
+    "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True,
+}  # fmt: skip
+ON_CPU = [(2016, "none", 6.33), (8064, "none", 15.2), (2016, "full", 1.58), (4032, "full", 1.66), (8064, "full", 2.34)]
+
+
+@pytest.mark.parametrize(("tokens", "recompute", "gib"), ON_CPU)
+def test_what_a_cpu_holds_is_planned_with_what_its_allocator_keeps(tokens, recompute, gib):
+    """It is a part of its own, which a GPU's plan lacks."""
+    settings = PlanSettings.of(make_config({"model": {"name": "m"}}))
+    size, shape = MicroBatchSize(tokens, tokens // 4, tokens // 63), make_shape(SMOLLM)
+    planned = memory_model(settings, shape, CPU).estimate(size, recompute)
+    assert planned.total_bytes / GIB == pytest.approx(gib, rel=0.15)
+    on_gpu = memory_model(settings, shape, ANY_DEVICE).estimate(size, recompute)
+    assert planned.process_bytes > 0 == on_gpu.process_bytes
 
 
 def tiny_llama():

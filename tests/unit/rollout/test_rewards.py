@@ -302,8 +302,28 @@ def test_a_problem_stops_the_run_by_default(forms, tmp_path):
     reward = named(forms, "too_few", seconds=100)[0]
     del reward["on_error"]
     assert score(tmp_path, [reward], items("4"))[0].total == [1]
-    with pytest.raises(UsageError, match=r"too_few.*rows\.jsonl:7.*'4'"):
+    with pytest.raises(UsageError, match=r"too_few.*rows\.jsonl:7.*'4'") as stopped:
         score(tmp_path, [reward], items("4", "5"))
+    correct, skip = stopped.value.fixes
+    assert not correct.settings, "a setting that hides the fault comes after mending it"
+    (asked,) = skip.settings["rollout.rewards"]
+    assert score(tmp_path, [asked], items("4", "5"))[0].problems == {"too_few": 2}
+
+
+def one_point(answer, row):
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "named"), [(one_point, f"{__file__}:one_point"), (lambda answer, row: 1.0, f"{__file__}:FUNCTION")]
+)
+def test_a_function_in_memory_is_told_its_file(function, named):
+    """Its twin is that name."""
+    with pytest.raises(ValidationError, match="processes of their own") as refused:
+        configs(function)
+    assert named in str(refused.value)
+    if function is one_point:
+        assert configs(named)[0].function == named
 
 
 def test_what_progress_raises_ends_calls_that_hang_and_the_pool_goes_on(tmp_path):

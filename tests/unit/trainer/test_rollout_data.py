@@ -54,9 +54,12 @@ def test_rewards_become_the_advantages_of_the_objective(tiny, tmp_path, kind):
 
 
 def test_rows_with_answers_are_refused_where_rollouts_train(tiny, tmp_path, capsys):
+    """Also those of prompts alone, which rounds answer."""
     chat = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 8
     for rows, code, said in (
         (chat, 3, "no column 'advantage', which objective grpo needs; give answers that a model has sampled"),
+        (chat, 3, "try rollout.rounds=100"),
+        ([{"prompt": "one and one", "answer": "2"}] * 8, 3, "try rollout.rounds=100"),
         (GROUPS, 0, "3 groups, compared as objective.advantage=mean_std; 1 have equal rewards"),
     ):
         (tmp_path / "run.json").write_text(json.dumps(settings(tiny, tmp_path, rows, "grpo")))

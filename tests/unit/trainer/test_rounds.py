@@ -10,6 +10,7 @@ from itertools import count
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from spawned_ranks import start_warm_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -275,6 +276,15 @@ def test_rounds_and_their_answers_are_listed(ran, capsys):
     rewards = [one.reward for one in answers.answers]
     assert rewards == sorted(rewards, reverse=True)
     assert answers.best(1)[0].reward == rewards[0]
+    tokenizer = AutoTokenizer.from_pretrained(load(ran).config.model.name)
+    for one in answers.answers:
+        assert tokenizer.decode(one.token_ids, skip_special_tokens=True) == one.answer
+        assert one.ending == "stop" or (one.ending, len(one.token_ids)) == ("length", 6)
+    own = {one.prompt: [other for other in answers.answers if other.prompt == one.prompt] for one in answers.answers}
+    for group in own.values():
+        advantages = [one.advantage for one in group]
+        assert advantages == sorted(advantages, reverse=True), "by reward"
+        assert sum(advantages) == pytest.approx(0, abs=1e-5)
     assert f"reward {rewards[0]:.4g} (commas" in capsys.readouterr().out
     assert main(["rollouts", str(ran), "--round", "3"]) == 2
     log = load(ran).log
@@ -321,28 +331,52 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_answers_are_sampled_again_before_their_first_step_and_missed_after_it(ran, world, damage):
+def test_damaged_answers_are_sampled_again_before_their_first_step_and_missed_after_it(ran, world, damage, capsys):
+    """A replay, which samples nothing, refuses them."""
     again, missed = (copied(ran, world, f"{damage}-{gone}", gone) for gone in ((3, 4), (4,)))
     for config in (again, missed):
         file, damaged = config.folder / "rollouts" / DAMAGES[damage][0], DAMAGES[damage][1]
         file.write_text(damaged(file.read_text(errors="replace")))
+    assert main(["replay", str(again.folder), "--step", "3"]) == CheckpointError.exit_code
+    assert "round 2 needs its answers, as a replay" in capsys.readouterr().err
     train(again)
     assert_same_end(ran, again.folder)
     with pytest.raises(CheckpointError, match="round 2"):
         train(missed)
 
 
-@pytest.mark.parametrize("changed", ["nothing", "optim", "rewards"])
-def test_a_start_before_the_first_checkpoint_takes_its_own_answers_and_none_of_others(ran, world, changed):
-    """Others are those of weights that learnt at another rate, and of other rewards."""
+@pytest.mark.parametrize(
+    ("changed", "differs"),
+    [("nothing", None), ("optim", "optim.lr"), ("rewards", "rewards.py of the rewards"),
+     ("version", "the version of flatout")],
+)  # fmt: skip
+def test_a_start_before_the_first_checkpoint_takes_its_own_answers_and_none_of_others(
+    ran, world, changed, differs, capsys
+):
+    """Others are those of weights that learnt at another rate, of other rewards, and of a flatout without a setting.
+
+    A start says what differs, and samples again; a replay only says it.
+    """
     folder = copied(ran, world, f"first-{changed}", (1, 2, 3, 4)).folder
     (folder / "rewards.py").write_text("def commas(answer, row):\n    return 1.0 * len(answer)\n")
     files = sorted(folder.glob("rollouts/round-*.json"))
     before = [file.stat().st_mtime_ns for file in files]
     rewards = {"rewards": [f"{folder}/rewards.py:commas"]} if changed == "rewards" else {}
     optim = {"optim": {"lr": 1e-3}} if changed == "optim" else {}
-    train(world(folder.name, rollout={"temperature": 0.8, **rewards}, **optim))
+    if changed == "version":
+        files[0].write_text(files[0].read_text().replace('"rollout.temperature"', '"rollout.heat"'))
+        before[0] = files[0].stat().st_mtime_ns
+    config = world(folder.name, rollout={"temperature": 0.8, **rewards}, **optim)
+    (folder / "config.yaml").write_text(dump_config(config))
+    capsys.readouterr()
+    code = main(["replay", str(folder), "--step", "2"])
+    assert code == (CheckpointError.exit_code if differs else 0)
+    assert [file.stat().st_mtime_ns for file in files] == before
+    assert differs is None or differs in capsys.readouterr().err
+    train(config)
     assert ([file.stat().st_mtime_ns for file in files] == before) == (changed == "nothing")
+    again = [event["why"] for event in load(folder).log.events if event["kind"] == "round_again"]
+    assert differs in again[0] if differs else not again
 
 
 @pytest.mark.parametrize(
@@ -390,6 +424,26 @@ def test_a_run_that_cannot_learn_from_its_answers_is_refused_before_it_samples(w
     assert fix in [one.settings for one in refused.value.fixes]
 
 
+def test_lost_prompts_and_few_held_out_ones_are_planned_with_their_settings(world, capsys):
+    """As many as are usual, and whole, are not told."""
+    file, rows = world.root / "told.yaml", world.root / "many.jsonl"
+    many = [{"prompt": f"Count up {number}", "bonus": 0} for number in range(60)]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in [*many, {"prompt": "Count " * 40, "bonus": 0}]))
+    sections = {"data": {"sources": [{"path": str(rows)}]}, "eval": {"fraction": 0.5}}
+    file.write_text(dump_config(world("told", **sections)))
+    assert main(["plan", str(file), "--json"]) == 0
+    assert main(["plan", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert not any(name in said for name in ("max_prompt_tokens", "too_long", "eval.fraction"))
+    file.write_text(
+        dump_config(world("told", **{**sections, "eval": {"fraction": 0.02}}, rollout={"max_prompt_tokens": 30}))
+    )
+    assert main(["plan", str(file)]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "too_long 1, rows 61, try rollout.max_prompt_tokens=" in said
+    assert "1 held-out prompt (eval.fraction=0.02)" in said
+
+
 def test_a_lora_run_samples_with_its_adapter(world, tiny, capsys):
     """With a reward of ours and a policy loss of a person's own; the first step agrees with the sampler."""
     (file := world.root / "mine.py").write_text(
@@ -409,6 +463,37 @@ def test_a_lora_run_samples_with_its_adapter(world, tiny, capsys):
         if step.num_label_tokens:
             assert step.metrics["mismatch/max"] == pytest.approx(1, abs=1e-4)
     assert set(log.rounds[0].metrics) == {"reward/length"}
+
+
+@pytest.mark.parametrize("setting", ["continue_from", "init_path"])
+def test_a_round_is_of_the_content_that_its_first_adapter_has(ran, world, tiny, setting):
+    """Its file keeps its name. With the same content, the round is not sampled again."""
+    (start := world.root / "start.py").write_text("def start(place, generator):\n    return place.weight()[:4] * 0\n")
+    first = world.root / "adapter"
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tiny.model_dir), LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj"])
+    )
+    model.save_pretrained(first)
+    begins = {"continue_from": str(first)} if setting == "continue_from" else {"init_path": f"{start}:start"}
+    config = world(
+        setting, method="lora", lora={"rank": 4, "targets": ["q_proj"], **begins}, eval={"every_steps": None},
+        rollout={"rounds": 1, "steps": 1},
+    )  # fmt: skip
+
+    def samples_again():
+        shutil.rmtree(config.folder / "final", ignore_errors=True)
+        shutil.rmtree(config.folder / "checkpoints", ignore_errors=True)
+        train(config)
+        return [event["why"] for event in load(config.folder).log.events if event["kind"] == "round_again"]
+
+    assert samples_again() == samples_again() == []
+    start.write_text(start.read_text().replace("0", "1"))
+    model.load_adapter(first, "default")
+    for parameter in model.parameters():
+        parameter.data += 1e-3
+    model.save_pretrained(first)
+    (why,) = samples_again()
+    assert ("adapter_model.safetensors" if setting == "continue_from" else "start.py") in why
 
 
 @pytest.mark.gpu

@@ -20,7 +20,8 @@ from flatout.export.card import loss_svg
 from flatout.track.record import Answer, AnswersRecord, HeldOutRecord, RatedAnswer, RoundRecord, RunEnd
 from flatout.track.run_folder import RunFolderWriter
 from flatout.track.run_log import read_run
-from flatout.view.facts import changed_settings
+from flatout.track.summary import summarize
+from flatout.view.facts import changed_settings, headline, plan_rows
 from flatout.view.page import page as whole_page
 from flatout.view.report import run_fragment
 
@@ -109,6 +110,9 @@ def test_the_page_shows_the_figures_of_the_files(folder):
     assert f"{log.steps[-1].loss:.4f}" in page.text
     assert f"{best.eval_loss:.4f}" in page.text
     assert f"{log.steps[-1].peak_memory_bytes / 2**30:.2f} GiB" in page.text
+    of_plan = {name: actual for name, _, actual in plan_rows(log)}
+    told = {name: value for name, value, _ in headline(summarize(log))}
+    assert (of_plan["tokens"], of_plan["steps"]) == (told["Tokens"], told["Steps"]), "counted in one way"
     charts = ("GPU power", "GPU use")
     assert all(chart in page.text for chart in charts)
     unread = [replace(one, gpu_watts=None, gpu_use=None) for one in log.steps]

@@ -290,6 +290,15 @@ def _as_example(row: Row, works: Works) -> DataError:
     return unreadable(row, f"{_UNKNOWN}; rename them to {_USUAL}", example, why, is_sure=False)
 
 
+def prompt_column(row: Row, works: Works) -> dict[str, str]:
+    """Return the columns that make a prompt of the only text of a row that can be a question; empty for several."""
+    texts = [name for name, value in row.columns.items() if isinstance(value, str) and " " in value.strip()]
+    texts = [name for name in texts if name.lower() not in (*_ANSWERS, *_REASONING, *_SYSTEM)]
+    asked = [name for name in texts if name.lower() in _QUESTIONS] or texts
+    columns = {"prompt": asked[0]} if len(asked) == 1 else {}
+    return columns if works(columns) else {}
+
+
 def unread_meaning(row: Row, unread: Iterable[str]) -> str:
     """Return how an alpaca row's unread column of context or reasoning would be read, empty if it has none."""
     columns = {}

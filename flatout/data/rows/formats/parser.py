@@ -17,6 +17,7 @@ from flatout.data.rows.formats.advice import (
     alpaca_columns,
     columns_found,
     near_miss,
+    prompt_column,
     refusal,
     unknown_format,
     unread_meaning,
@@ -143,7 +144,8 @@ def _parser_of(source: SourceConfig, first: RawRow, works: Works) -> RowParser:
     rule = RULES[name]
     if missing := rule.missing(row):
         said = f"no column {missing[0]!r}, which format {name} needs"
-        raise near_miss(row, missing, works) or unreadable(row, said)
+        asked = prompt_column(row, works) if name == PROMPTED else None
+        raise near_miss(row, missing, works) or unreadable(row, said, asked, "asks what it holds")
     if source.system is not None and name in ("text", "tokens"):
         raise DataError(f"{first.origin}: system is set, but {name} rows are not conversations; remove system")
     uses = rule.uses(row)
