@@ -31,7 +31,6 @@ class PeerConnection:
     """A non-blocking connection for JSON objects, one per line."""
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
         self.socket, self.is_open = connection, True
         self._received, self._unsent = b"", b""
 
@@ -44,18 +43,23 @@ class PeerConnection:
         if len(self._unsent) + len(line) <= MAX_LINE_BYTES:
             self._unsent += line
         try:
+            self.socket.setblocking(False)
             self._unsent = self._unsent[self.socket.send(self._unsent) :]
         except BlockingIOError:
             pass
         except OSError:
             self.is_open = False
 
-    def receive(self) -> list[dict[str, Any]]:
-        """Return the objects that the peer sent; `is_open` is False once it closed. Raises ValueError for bad data."""
+    def receive(self, wait_s: float = 0.0) -> list[dict[str, Any]]:
+        """Return what the peer has sent, or sends within `wait_s`; `is_open` is False once it closed.
+
+        Raises ValueError for anything but JSON objects.
+        """
         try:
+            self.socket.settimeout(wait_s)
             content = self.socket.recv(MAX_LINE_BYTES)
             self._received, self.is_open = self._received + content, bool(content)
-        except BlockingIOError:
+        except (BlockingIOError, TimeoutError):
             pass
         except OSError:
             self.is_open = False
