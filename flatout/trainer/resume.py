@@ -21,9 +21,8 @@ from flatout.checkpoint.resume_check import (
     Change,
     OtherRunError,
     config_changes,
+    fingerprint_changes,
     refuse_changes,
-    refuse_other_data,
-    refuse_other_model,
     refuse_without_effect,
 )
 from flatout.checkpoint.write import Checkpoints, Snapshot
@@ -238,15 +237,12 @@ def _accepted_changes(
     old_config = paths_in_place(old_config, config.folder, old_config.folder)
     changes = config_changes(old_config.model_dump(mode="json"), redacted(config.model_dump(mode="json")))
     saved, now = dict(checkpoint.facts["fingerprints"]), dict(planned.fingerprints)
-    allow = config.checkpoint.allow_change
     # the same base model or rows, read from another place
     places = [*("model.name", "model.revision") * (saved["model"] == now["model"])]
     places += ["data.sources"] * (saved["data"] == now["data"])
     why = "the content is the same"
     changes = [replace(one, effect="harmless", why=why) if one.key in places else one for one in changes]
-    refuse_changes(changes, allow)
-    refuse_other_model(saved.pop("model"), now.pop("model"), allow)
-    refuse_other_data(saved, now, allow=allow, explained_by=changes)
+    refuse_changes([*changes, *fingerprint_changes(saved, now, changes)], config.checkpoint.allow_change)
     before, after = checkpoint.facts.get("micro_batch_tokens"), planned.plan.batch_layout.micro_batch_tokens
     if before not in (None, after) and not any(change.key == "batch.micro_batch_tokens" for change in changes):
         why = "the memory of this machine allows other micro-batches, which changes rounding and dropout masks"
