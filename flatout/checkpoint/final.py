@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter, with_config
+from pydantic import ConfigDict, with_config
 from safetensors import SafetensorError
 
 from flatout.errors import CheckpointError, ResourceError
 from flatout.io.durable_io import DurableIO, FileFacts, digest
-from flatout.io.json_file import now_utc, read_json, validated
+from flatout.io.json_file import now_utc, read_as
 
 MANIFEST_NAME = "manifest.json"
 
@@ -28,9 +28,6 @@ class FinalManifest:
     files: Mapping[str, FileFacts]
     progress: Mapping[str, Any]
     created: str
-
-
-_ADAPTER = TypeAdapter(FinalManifest)
 
 
 def publish(
@@ -65,7 +62,7 @@ def publish(
         return
     # move back the files that no export wrote; after a crash they stay in `aside`
     with suppress(CheckpointError):  # without a manifest, there is no telling which files are results
-        before = validated(_ADAPTER, read_json(aside / MANIFEST_NAME), str(aside / MANIFEST_NAME))
+        before = read_as(FinalManifest, aside / MANIFEST_NAME)
         results = {name.partition("/")[0] for name in before.files}
         for path in aside.iterdir():
             if path.name not in results and not (folder / path.name).exists():
@@ -75,8 +72,7 @@ def publish(
 
 def verify_final(folder: Path) -> FinalManifest:
     """Check a results folder's manifest and the files it names. Raises CheckpointError with the first that changed."""
-    path = folder / MANIFEST_NAME
-    manifest = validated(_ADAPTER, read_json(path), str(path))
+    manifest = read_as(FinalManifest, folder / MANIFEST_NAME)
     for name, facts in manifest.files.items():
         verify_file(folder / name, facts)
     return manifest

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import xxhash
-from pydantic import ConfigDict, Field, TypeAdapter, with_config
+from pydantic import ConfigDict, Field, with_config
 
 from flatout import __version__
 from flatout.checkpoint.final import MANIFEST_NAME, verify_file
@@ -50,9 +50,6 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
 
-_ADAPTER = TypeAdapter(Manifest)
-
-
 @cache
 def versions() -> dict[str, str]:
     """Return the versions to record with a checkpoint, by package name, without importing the packages."""
@@ -86,7 +83,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path}: format_version: a different flatout wrote this checkpoint (format {version!r}, this one reads "
             f"{FORMAT_VERSION}); resume with that version, or choose a different run_dir to start over"
         )
-    return validated(_ADAPTER, body, str(path))
+    return validated(Manifest, body, str(path))
 
 
 def _hash(body: Mapping[str, Any]) -> str:

@@ -65,7 +65,6 @@ def config_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
     Both are nested dicts of JSON values (`Config.model_dump(mode="json")`); lists are compared whole. A key that is
     only in one of them is a change from or to "(absent)".
     """
-    is_explained = any(change.effect != "harmless" for change in settings) or saved.get("data") != now.get("data")
     changes = []
     for key, before, after in _differences(dict(_leaves(saved)), dict(_leaves(now))):
         unknown = "changes the loss" if key.startswith("objective.") else "a setting that this flatout does not know"

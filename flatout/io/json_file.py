@@ -9,6 +9,7 @@ import re
 import stat
 from collections import Counter
 from datetime import UTC, datetime
+from functools import cache
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -167,10 +168,21 @@ def read_json(path: Path, error: type[FlatoutError] = CheckpointError, *, max_by
         raise error(f"{path}: not readable as JSON: {cause}") from cause
 
 
-def validated(adapter: TypeAdapter[T], value: Any, where: str, error: type[FlatoutError] = CheckpointError) -> T:
-    """Validate a JSON value with `adapter`. Raises `error` with `where`, the field and what is wrong."""
+@cache
+def _adapter_of(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def read_as(kind: type[T], path: Path, error: type[FlatoutError] = CheckpointError, **limits: int) -> T:
+    """Read a JSON file as a dataclass. Raises `error` with the file, the field and what is wrong; see `read_json`."""
+    return validated(kind, read_json(path, error, **limits), str(path), error)
+
+
+def validated(kind: type[T], value: Any, where: str, error: type[FlatoutError] = CheckpointError) -> T:
+    """Validate a JSON value as a dataclass. Raises `error` with `where`, the field and what is wrong."""
+    adapter: TypeAdapter[T] = _adapter_of(kind)
     try:
-        # passed as JSON, since a strict adapter does not accept a dict for a dataclass
+        # passed as JSON, since a strict one does not accept a dict for a dataclass
         return adapter.validate_json(json.dumps(value))
     except ValidationError as cause:
         first = cause.errors()[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ConfigDict, TypeAdapter, with_config
+from pydantic import ConfigDict, with_config
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -81,7 +81,7 @@ class SavedFacts:
 
 def check_facts(facts: Mapping[str, Any], step: int) -> None:
     """Raise CheckpointError, naming the field, if no run could have saved these facts after `step` steps."""
-    saved = validated(TypeAdapter(SavedFacts), facts, "facts")
+    saved = validated(SavedFacts, facts, "facts")
     if saved.scaler and (odd := _SCALER_KEYS ^ saved.scaler.keys()):
         raise CheckpointError(f"facts: scaler: {min(odd)} is missing or unknown")
     if any(not math.isfinite(value) or value < 0 for value in saved.scaler.values()):
@@ -221,7 +221,7 @@ def _find_checkpoint(
 
     if (final_progress := checkpoints.group.run_on_first_rank(progress_of_results)) is None:
         return checkpoint, None
-    progress = validated(TypeAdapter(Progress), final_progress, str(final_dir))
+    progress = validated(Progress, final_progress, str(final_dir))
     if not progress.stopped_early and progress.step < planned.plan.num_steps:
         return checkpoint, None
     refuse_without_effect(changes, config.folder)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-from pydantic import TypeAdapter
 
 from flatout.config.folders import round_folder
 from flatout.config.schema import Config
@@ -18,7 +17,7 @@ from flatout.data.token_store import TokenStore
 from flatout.data.workers import usable_procs
 from flatout.errors import CheckpointError, DataError
 from flatout.io.durable_io import DurableIO
-from flatout.io.json_file import read_json, validated
+from flatout.io.json_file import read_as
 from flatout.parallel.control_group import ControlGroup
 from flatout.planner.steps.prefixes import UnitPrefixes
 from flatout.planner.steps.rounds import BoundsPlan
@@ -32,8 +31,6 @@ from flatout.trainer.reference_logprobs import compute_round_reference
 from flatout.trainer.rollout_prompts import RolloutPrompts
 from flatout.trainer.round_answers import RoundFile, collect_round, digest_of, identity_of
 from flatout.trainer.state import TrainingRun
-
-_ROUND_FILE = TypeAdapter(RoundFile)
 
 
 def rounds_of(run: TrainingRun) -> Iterator[TrainingRun]:
@@ -98,7 +95,7 @@ def open_round(
         if not (is_begun or file.exists()):
             return []
         try:
-            said = validated(_ROUND_FILE, read_json(file, DataError), str(file), DataError)
+            said = read_as(RoundFile, file, DataError)
             own = run.progress.round_store if is_begun else identity_of(run, prompts, index)
             if (said.digest if is_begun else said.identity) != own:
                 raise DataError(f"{file}: its answers are of another model, other rewards or other settings")
