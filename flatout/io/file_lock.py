@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
+import psutil
+
 from flatout.errors import ResourceError
 from flatout.io.bounded_wait import BoundedWait, to_stderr
 from flatout.io.durable_io import DurableIO
@@ -46,15 +48,7 @@ class Holder:
     @property
     def has_exited(self) -> bool:
         """Whether the process is known to have ended; forked children inherit its lock and may still hold it."""
-        if not self.is_local:
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            pass  # the process belongs to another user
-        return False
+        return self.is_local and not psutil.pid_exists(self.pid)
 
     @property
     def trains(self) -> bool:

@@ -180,7 +180,7 @@ def read_as(kind: type[T], path: Path, error: type[FlatoutError] = CheckpointErr
 
 def validated(kind: type[T], value: Any, where: str, error: type[FlatoutError] = CheckpointError) -> T:
     """Validate a JSON value as a dataclass. Raises `error` with `where`, the field and what is wrong."""
-    adapter: TypeAdapter[T] = _adapter_of(kind)
+    adapter: TypeAdapter[T] = _adapter_of(kind)  # type: ignore[arg-type]  # a class is hashable
     try:
         # passed as JSON, since a strict one does not accept a dict for a dataclass
         return adapter.validate_json(json.dumps(value))

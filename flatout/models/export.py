@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from flatout.errors import FlatoutError, ResourceError, UsageError, reason_of
 from flatout.io.durable_io import DurableIO
+from flatout.io.gpu_driver import require_gpu_driver
 from flatout.io.hub import hub_file
-from flatout.io.no_gpu import require_gpu_driver
 from flatout.models.load.auto_class import is_scoring
 from flatout.models.load.inference import ModelPaths, load_trained, resolve_model_paths
 from flatout.models.lora.layer import adapted_modules, remove_adapter

@@ -17,7 +17,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from flatout.environment import STORE_SOCKET, environment, master, whole_number
 from flatout.errors import Fix, PeerLostError, ResourceError, first_line
 from flatout.io.bounded_wait import POLL_S, BoundedWait
-from flatout.io.no_gpu import no_gpu_error
+from flatout.io.gpu_driver import no_gpu_error
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import local_part, replicas_of
 

@@ -29,7 +29,7 @@ from flatout.data.workers import usable_procs
 from flatout.environment import environment_of_child
 from flatout.errors import Fix, UsageError
 from flatout.io.bounded_wait import to_stderr
-from flatout.io.no_gpu import VISIBLE
+from flatout.io.gpu_driver import VISIBLE
 from flatout.io.own_files import start_python
 from flatout.io.redact import printable
 from flatout.rollout.rewards.child import COMMAND, FILE_ENCODING

@@ -186,7 +186,7 @@ def test_a_resumed_run_has_the_same_bits_and_other_units_are_refused(tiny, tmp_p
     require_equal(state_of(config.folder, 4), state_of(again.folder, 4))
     # the same tokens as other units are other steps
     write_units(tmp_path, tiny.model_dir, [2, 3, 1, 2, 4, 1, 2, 2, 1, 3, 4])
-    with pytest.raises(CheckpointError, match=r"- data: .* in the checkpoint"):
+    with pytest.raises(CheckpointError, match=r"- plan: .* in the checkpoint"):
         restart()
     write_units(tmp_path, tiny.model_dir, SIZES)
     restart()
