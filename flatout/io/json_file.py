@@ -186,5 +186,5 @@ def validated(kind: type[T], value: Any, where: str, error: type[FlatoutError] =
         return adapter.validate_json(json.dumps(value))
     except ValidationError as cause:
         first = cause.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise error(f"{where}: {field}: {first['msg']}; found {first['input']!r:.200}") from cause
+        place = ": ".join(filter(None, (where, ".".join(map(str, first["loc"])))))
+        raise error(f"{place}: {first['msg']}; found {first['input']!r:.200}") from cause
