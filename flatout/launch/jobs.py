@@ -14,7 +14,6 @@ import yaml
 
 from flatout.environment import SECRET
 from flatout.errors import Fix, UsageError
-from flatout.launch.attempt import RESTARTABLE
 
 PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # Slurm's time limits: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S
@@ -26,8 +25,6 @@ GRACE_S = 600
 NOTICE_S = 300
 # Slurm: a shorter limit leaves no time to load a model and save
 MIN_TIME_S = 240
-# Slurm: seconds from the end of one rank to the end of all others, in which they save
-WAIT_S = 120
 # of all pods of a PyTorchJob, which restarts them after any exit code
 MAX_POD_RESTARTS = 10
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}")
@@ -60,7 +57,7 @@ def sbatch_script(
     max_restarts: int = 3,
     on_cpu: bool = False,
 ) -> str:
-    """Return the script: one task per GPU, ranks from srun, and a signal to save before the time limit.
+    """Return the script: values, and slurm.sh with what it does; one task per GPU, ranks from srun.
 
     `time` is in Slurm's format; the job runs in `folder`. With `on_cpu`, the tasks ask for no GPUs. The job requeues
     itself whenever the run was saved, and `max_restarts` times after crashes and lost ranks, which it counts in a file
@@ -82,43 +79,11 @@ def sbatch_script(
         # every rank gets SIGTERM this many seconds before the time limit; the run saves and exits with code 75
         "signal": f"TERM@{_notice_s(time)}",
     }
-    lines = "\n".join(f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None)
-    return f"""#!/bin/bash
-{lines}
-#SBATCH --requeue
-
-set -u
-cd -- {shlex.quote(str(folder))} || exit 2
-# Slurm does not create the folder of its log, so this script does
-logs={shlex.quote(str(log_dir))}
-mkdir -p -- "$logs" || exit 6
-echo "the log is $logs/slurm-$SLURM_JOB_ID.log"
-exec >>"$logs/slurm-$SLURM_JOB_ID.log" 2>&1
-# ranks authenticate each other with it; it is not stored
-FLATOUT_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
-export FLATOUT_SECRET
-# srun does not take it from the job since Slurm 22.05
-export SRUN_CPUS_PER_TASK="${{SLURM_CPUS_PER_TASK:-1}}"
-# each rank would start a thread for every core that it sees
-export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$SRUN_CPUS_PER_TASK}}"
-# ranks end each other; srun must not kill a rank that saves because another has exited
-srun --kill-on-bad-exit=0 --wait={WAIT_S} -- {shlex.join(job.command)}
-{_requeue_lines(max_restarts)}"""
-
-
-def _requeue_lines(max_restarts: int) -> str:
-    """Return the lines after srun, which exits with the highest code of the ranks, 128 + N for signal N."""
-    restartable = " | ".join(str(code) for code in sorted(RESTARTABLE))
-    return f"""code=$?
-lost="$logs/slurm-$SLURM_JOB_ID.lost"
-case "$code" in
-  75) scontrol requeue "$SLURM_JOB_ID" ;;  # stopped and saved
-  {restartable} | 129 | 13[1-9] | 1[4-9]?)  # crashed, lost a rank, or killed by a signal other than Ctrl-C
-    echo "$code" >>"$lost"
-    if [ "$(wc -l <"$lost")" -le {max_restarts} ]; then scontrol requeue "$SLURM_JOB_ID"; fi ;;
-esac
-exit "$code"
-"""
+    lines = [f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None]
+    values = {"folder": folder, "logs": log_dir, "max_restarts": max_restarts}
+    lines += ["#SBATCH --requeue", "", *(f"{name}={shlex.quote(str(value))}" for name, value in values.items())]
+    body = Path(__file__).with_name("slurm.sh").read_text(encoding="utf-8")
+    return "\n".join(["#!/bin/bash", *lines, f"command=({shlex.join(job.command)})", body])
 
 
 def _notice_s(time: str) -> int:
