@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flatout.checkpoint.final import verify_final
+from flatout.checkpoint.manifest import verify_final
 from flatout.errors import Fix, UsageError
 from flatout.export.card import loss_svg, model_card
 from flatout.io.durable_io import DurableIO

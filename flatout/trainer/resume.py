@@ -13,7 +13,7 @@ from pydantic import ConfigDict, with_config
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from flatout.checkpoint.final import verify_final
+from flatout.checkpoint.manifest import verify_final
 from flatout.checkpoint.optimizer_state import load_optimizer_state, optimizer_state
 from flatout.checkpoint.read import SavedCheckpoint
 from flatout.checkpoint.replicas import refuse_drift
