@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import yaml
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from flatout.errors import CheckpointError
 from flatout.io.json_file import read_json
 from flatout.io.redact import printable
+from flatout.io.text_template import render
 from flatout.models.load.inference import ModelPaths
 from flatout.track.record import STEP
 from flatout.track.run_log import RunLog
@@ -24,6 +24,7 @@ from flatout.view.charts import moving_average, thinned
 from flatout.view.facts import NONE, changed_settings, headline, plan_rows, settings_of, show, table
 
 _log = logging.getLogger(__name__)
+_ASSETS = Path(__file__).with_name("assets")
 # of assets/loss.svg
 _WIDTH, _HEIGHT, _LEFT = 720, 240, 60
 _OWN_NAMES = ("name", "run_dir", "data.root", "data.name")
@@ -62,8 +63,8 @@ def model_card(log: RunLog, repo: str, base: str, trained: ModelPaths, *, stops:
         }
     rows = [(name, show(_public(value))) for name, value in changed.items()]
     base_name = _public(base)
-    return _render(
-        "card.md",
+    return render(
+        _ASSETS / "card.md",
         facts=yaml.safe_dump({key: value for key, value in facts.items() if value}, sort_keys=False),
         title=repo.rpartition("/")[2],
         what="A LoRA adapter of" if is_adapter else "LoRA, merged into" if is_lora else "Full fine-tuning of",
@@ -77,12 +78,6 @@ def model_card(log: RunLog, repo: str, base: str, trained: ModelPaths, *, stops:
         has_curve=bool(log.steps),
         sections=[*sections.items(), ("Settings", table(["setting", "value"], rows))],
     )
-
-
-def _render(name: str, **facts: Any) -> str:
-    """Return a template of `assets`, filled."""
-    folder = FileSystemLoader(Path(__file__).with_name("assets"))
-    return Environment(loader=folder, trim_blocks=True, undefined=StrictUndefined).get_template(name).render(facts)
 
 
 def _public(value: Any) -> Any:
@@ -125,5 +120,5 @@ def loss_svg(log: RunLog) -> str:
 
     kept, write = thinned(xs, ys), STEP["loss"].write
     lines = [(opacity, places(xs[kept], line[kept])) for line, opacity in ((ys, 0.35), (moving_average(ys), 1))]
-    ends = {"low": write(low), "high": write(high), "first": first, "last": last}
-    return _render("loss.svg", lines=lines, dots=places(at, losses), **ends)
+    ends: dict[str, Any] = {"low": write(low), "high": write(high), "first": first, "last": last}
+    return render(_ASSETS / "loss.svg", lines=lines, dots=places(at, losses), **ends)

@@ -8,25 +8,21 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import yaml
+from typing import Literal
 
 from flatout.environment import SECRET
 from flatout.errors import Fix, UsageError
+from flatout.io.text_template import render
 
+TEMPLATES = Path(__file__).with_name("templates")
 PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # Slurm's time limits: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S
 TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
 LABEL = re.compile(r"[a-z]([a-z0-9-]{0,48}[a-z0-9])?")
-# seconds from SIGTERM to SIGKILL, in which a run saves
-GRACE_S = 600
 # Slurm: seconds before the time limit at which a run is asked to save, at most
 NOTICE_S = 300
 # Slurm: a shorter limit leaves no time to load a model and save
 MIN_TIME_S = 240
-# of all pods of a PyTorchJob, which restarts them after any exit code
-MAX_POD_RESTARTS = 10
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}")
 
 
@@ -82,7 +78,7 @@ def sbatch_script(
     lines = [f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None]
     values = {"folder": folder, "logs": log_dir, "max_restarts": max_restarts}
     lines += ["#SBATCH --requeue", "", *(f"{name}={shlex.quote(str(value))}" for name, value in values.items())]
-    body = Path(__file__).with_name("slurm.sh").read_text(encoding="utf-8")
+    body = (TEMPLATES / "slurm.sh").read_text(encoding="utf-8")
     return "\n".join(["#!/bin/bash", *lines, f"command=({shlex.join(job.command)})", body])
 
 
@@ -126,40 +122,19 @@ def manifest(
     Trainer 2.3 reads it. Raises UsageError for names that Kubernetes rejects.
     """
     _check_names((("--name", job.name), ("--claim", claim), ("--runtime", runtime)), image, mount)
-    env = []
-    if secret is not None:
-        env = [{"name": SECRET, "valueFrom": {"secretKeyRef": {"name": secret, "key": "secret"}}}]
-    resources = {"limits": {"nvidia.com/gpu": job.gpus_per_node}}
-    mounts = [{"name": "work", "mountPath": mount}, {"name": "shm", "mountPath": "/dev/shm"}]
-    # NCCL's shared memory does not fit into a container's default of 64 MB
-    shm = {"name": "shm", "emptyDir": {"medium": "Memory"}}
-    pod: dict[str, Any] = {"terminationGracePeriodSeconds": GRACE_S, "containers": []}
-    pod["volumes"] = [{"name": "work", "persistentVolumeClaim": {"claimName": claim}}, shm]
-    spec: dict[str, Any]
-    if kind == "PyTorchJob":
-        api = "kubeflow.org/v1"
-        container: dict[str, Any] = {"name": "pytorch", "image": image, "command": job.command, "workingDir": mount}
-        pod["containers"].append(container | {"env": env, "resources": resources, "volumeMounts": mounts})
-        roles = {"Master": 1, "Worker": job.nodes - 1}
-        replicas = {"restartPolicy": "OnFailure", "template": {"spec": pod}}
-        spec = {
-            "runPolicy": {"backoffLimit": MAX_POD_RESTARTS},
-            "nprocPerNode": str(job.gpus_per_node),
-            "pytorchReplicaSpecs": {role: {"replicas": count, **replicas} for role, count in roles.items() if count},
-        }
-    else:
-        api = "trainer.kubeflow.org/v1alpha1"
-        # a TrainJob cannot set the working folder of its container
-        command = ["env", f"--chdir={mount}", *job.command]
-        trainer: dict[str, Any] = {"numNodes": job.nodes, "numProcPerNode": job.gpus_per_node, "image": image}
-        trainer |= {"command": command, "env": env, "resourcesPerNode": resources}
-        pod["containers"].append({"name": "node", "volumeMounts": mounts})
-        jobs = [{"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]
-        patch = {"manager": "flatout", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}}}
-        spec = {"runtimeRef": {"name": runtime}, "trainer": trainer, "runtimePatches": [patch]}
-    body = {"apiVersion": api, "kind": kind, "metadata": {"name": job.name}, "spec": spec}
-    # copied through JSON: YAML would write a shared object as an anchor, which is hard to edit by hand
-    return yaml.safe_dump(json.loads(json.dumps(body)), sort_keys=False, width=10_000)
+    secret_key = {"secretKeyRef": {"name": secret, "key": "secret"}}
+    facts = {
+        "name": job.name,
+        "nodes": job.nodes,
+        "gpus": job.gpus_per_node,
+        "command": job.command,
+        "env": [] if secret is None else [{"name": SECRET, "valueFrom": secret_key}],
+        "image": image,
+        "claim": claim,
+        "mount": mount,
+        "runtime": runtime,
+    }
+    return render(TEMPLATES / f"{kind.lower()}.yaml", json.dumps, **facts)
 
 
 def _check_names(labels: Sequence[tuple[str, str]], image: str, mount: str) -> None:
