@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,15 +15,17 @@ from flatout.errors import Fix, UsageError
 from flatout.io.text_template import render
 
 TEMPLATES = Path(__file__).with_name("templates")
-PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # Slurm's time limits: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S
 TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
-LABEL = re.compile(r"[a-z]([a-z0-9-]{0,48}[a-z0-9])?")
 # Slurm: seconds before the time limit at which a run is asked to save, at most
 NOTICE_S = 300
 # Slurm: a shorter limit leaves no time to load a model and save
 MIN_TIME_S = 240
-IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}")
+# what the value of an option has to be, as a pattern and in words
+PLAIN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", "letters, digits, dot, _ and -"
+LABEL = r"[a-z]([a-z0-9-]{0,48}[a-z0-9])?", "at most 50 lower-case letters, digits and -, as Kubernetes allows"
+IMAGE = r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}", "a container image, such as registry.example/flatout:1.0"
+MOUNT = r"/.*", "an absolute path"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +62,7 @@ def sbatch_script(
     beside its log: SLURM_RESTART_COUNT counts both. Raises UsageError for a name or time that is not valid in an
     #SBATCH line, and for a limit under 4 minutes; 0 is no limit.
     """
-    for option, text in (("--name", job.name), ("--partition", partition), ("--account", account)):
-        if text is not None and not PLAIN.fullmatch(text):
-            raise UsageError(f"{option} {text!r}: expected letters, digits, dot, _ and -")
+    _require(PLAIN, {"--name": job.name, "--partition": partition, "--account": account})
     options = {
         "job-name": job.name,
         "nodes": job.nodes,
@@ -121,7 +121,9 @@ def manifest(
     Secret with which nodes authenticate (key `secret`). A TrainJob patches the training runtime `runtime`, as Kubeflow
     Trainer 2.3 reads it. Raises UsageError for names that Kubernetes rejects.
     """
-    _check_names((("--name", job.name), ("--claim", claim), ("--runtime", runtime)), image, mount)
+    _require(LABEL, {"--name": job.name, "--claim": claim, "--runtime": runtime})
+    _require(IMAGE, {"--image": image})
+    _require(MOUNT, {"--mount": mount})
     secret_key = {"secretKeyRef": {"name": secret, "key": "secret"}}
     facts = {
         "name": job.name,
@@ -137,12 +139,9 @@ def manifest(
     return render(TEMPLATES / f"{kind.lower()}.yaml", json.dumps, **facts)
 
 
-def _check_names(labels: Sequence[tuple[str, str]], image: str, mount: str) -> None:
-    """Raise UsageError for an option's value that Kubernetes rejects."""
-    for option, text in labels:
-        if not LABEL.fullmatch(text):
-            raise UsageError(f"{option} {text!r}: Kubernetes allows at most 50 lower-case letters, digits and -")
-    if not IMAGE.fullmatch(image):
-        raise UsageError(f"--image {image!r}: expected a container image, such as registry.example/flatout:1.0")
-    if not mount.startswith("/"):
-        raise UsageError(f"--mount {mount!r}: expected an absolute path")
+def _require(form: tuple[str, str], values: Mapping[str, str | None]) -> None:
+    """Raise UsageError for an option's value that has another form; None is none."""
+    pattern, expected = form
+    for option, text in values.items():
+        if text is not None and not re.fullmatch(pattern, text):
+            raise UsageError(f"{option} {text!r}: expected {expected}")
