@@ -31,6 +31,7 @@ class PeerConnection:
     """A non-blocking connection for JSON objects, one per line."""
 
     def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
         self.socket, self.is_open = connection, True
         self._received, self._unsent = b"", b""
 
@@ -43,7 +44,6 @@ class PeerConnection:
         if len(self._unsent) + len(line) <= MAX_LINE_BYTES:
             self._unsent += line
         try:
-            self.socket.setblocking(False)
             self._unsent = self._unsent[self.socket.send(self._unsent) :]
         except BlockingIOError:
             pass
@@ -55,11 +55,14 @@ class PeerConnection:
 
         Raises ValueError for anything but JSON objects.
         """
+        if wait_s:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self.socket, selectors.EVENT_READ)
+                selector.select(wait_s)
         try:
-            self.socket.settimeout(wait_s)
             content = self.socket.recv(MAX_LINE_BYTES)
             self._received, self.is_open = self._received + content, bool(content)
-        except (BlockingIOError, TimeoutError):
+        except BlockingIOError:
             pass
         except OSError:
             self.is_open = False
