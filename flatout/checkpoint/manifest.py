@@ -16,11 +16,10 @@ from typing import Annotated, Any
 
 import xxhash
 from pydantic import ConfigDict, Field, with_config
-from safetensors import SafetensorError
 
 from flatout import __version__
 from flatout.checkpoint.tensor_file import TENSOR_SUFFIX, open_tensor_file
-from flatout.errors import CheckpointError, ResourceError
+from flatout.errors import CheckpointError
 from flatout.io.durable_io import DurableIO, FileFacts, digest
 from flatout.io.json_file import encode_json, now_utc, read_as, read_json, validated
 from flatout.parallel.rank import Rank
@@ -173,16 +172,7 @@ def publish(
     aside = folder.with_name(f"{folder.name}.old-{secrets.token_hex(4)}")
     with durable_io.replace_dir(folder, aside=aside) as half_done:
         with durable_io.resource_errors("write", folder):
-            try:
-                write(half_done)
-            except Exception as error:
-                # libraries written in Rust raise their own errors for a full disk
-                if isinstance(error, SafetensorError) or "(os error " in str(error):
-                    raise ResourceError(
-                        f"cannot write {folder}: {error}; the checkpoint is intact: free some space, then run the same "
-                        "command to export it"
-                    ) from error
-                raise
+            write(half_done)
         files = {name: digest(half_done / name) for name in durable_io.sync_tree(half_done)}
         manifest = FinalManifest(files, progress, now_utc())
         durable_io.write_json(half_done / MANIFEST_NAME, dataclasses.asdict(manifest))

@@ -64,12 +64,8 @@ class Holder:
 
 def open_lock(path: Path) -> int:
     """Open or create a lock file without locking it. Raises SecurityError for a link, and ResourceError."""
-    try:
+    with DurableIO().resource_errors("open", path):
         return open_own(path, os.O_RDWR)
-    except OSError as error:
-        raise ResourceError(
-            f"cannot open {path}: {error.strerror}; make the folder writable, or choose a different one"
-        ) from error
 
 
 def take_lock(fd: int, path: Path) -> bool:

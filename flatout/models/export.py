@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from flatout.errors import FlatoutError, ResourceError, UsageError, reason_of
@@ -93,18 +92,14 @@ def publish_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
         tensors = {tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}
         durable_io.require_free(folder.parent, sum(tensors.values()))
         with durable_io.resource_errors("write", folder):
-            try:
-                save_model(model, tokenizer, new)
-                if hasattr(model.config, "vision_config"):
-                    # what a model in memory was loaded from may be gone
-                    with suppress(FlatoutError) if tokenizer is None else nullcontext():
-                        # transformers keeps the commit of weights from the hub
-                        copy_processor(model.name_or_path, new, getattr(model.config, "_commit_hash", None))
-                    if name := getattr(tokenizer, "name_or_path", ""):
-                        copy_processor(name, new)
-            except SafetensorError as error:
-                remedy = "free some space or choose a different folder"
-                raise ResourceError(f"cannot write {folder}: {error}; {remedy}") from error
+            save_model(model, tokenizer, new)
+            if hasattr(model.config, "vision_config"):
+                # what a model in memory was loaded from may be gone
+                with suppress(FlatoutError) if tokenizer is None else nullcontext():
+                    # transformers keeps the commit of weights from the hub
+                    copy_processor(model.name_or_path, new, getattr(model.config, "_commit_hash", None))
+                if name := getattr(tokenizer, "name_or_path", ""):
+                    copy_processor(name, new)
 
 
 def merge_adapter(target: str, out: Path, *, base: str | None = None, device: str = "cpu") -> str:
