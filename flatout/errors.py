@@ -283,6 +283,15 @@ def install(extras: str) -> str:
     return f"pip install {' '.join(needed)}" if needed else f"install flatout with its extra {extras}"
 
 
+@contextmanager
+def needs_extra(what: str, extras: str, *fixes: Fix) -> Iterator[None]:
+    """Raise UsageError with the command that installs what `what` needs, for an import in the block that fails."""
+    try:
+        yield
+    except ImportError as error:
+        raise UsageError(f"{what} needs the package {error.name}: {install(extras)}", fixes) from error
+
+
 def install_beside(folder: str) -> str:
     """Return the command that installs a distribution which is a folder of flatout's clone, such as `migrate`."""
     path = Path(__file__).parents[1] / folder
