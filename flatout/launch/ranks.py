@@ -57,12 +57,6 @@ def start_ranks(
     return started
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a rank and its children, which are in the rank's session."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 def shared_environment(
     parent: Mapping[str, str],
     info: RendezvousInfo,
