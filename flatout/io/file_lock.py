@@ -48,7 +48,8 @@ class Holder:
         """Whether the process is known to have ended; forked children inherit its lock and may still hold it."""
         import psutil  # lazy: few look at another's lock
 
-        return self.is_local and not psutil.pid_exists(self.pid)
+        # a lock that names no single process says nothing of one
+        return self.is_local and self.pid > 0 and not psutil.pid_exists(self.pid)
 
     @property
     def trains(self) -> bool:
