@@ -24,6 +24,8 @@ _YAML_WORDS = {"true", "false", "yes", "no", "on", "off", "null"}
 
 # what a person's own code may raise; a KeyboardInterrupt is of the keyboard
 OF_OWN_CODE = (Exception, SystemExit, GeneratorExit)
+# modules that run collectives
+_COLLECTIVES = ("torch.distributed", "flatout.parallel.control_group", "flatout.parallel.strategies.buckets")
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +242,18 @@ def exits_refused() -> Iterator[None]:
         raise refused from error
 
 
+def is_of_a_collective(error: BaseException) -> bool:
+    """Whether an error came of a collective, and so of another rank; decided without torch.
+
+    gloo and process groups raise RuntimeErrors for a lost peer. A collective of an autograd function or a compiled
+    layer has no frame of its own in the backward pass, but gloo names the place in its source.
+    """
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    modules = (str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__))
+    is_inside = "gloo/transport/" in str(error) or any(module.startswith(_COLLECTIVES) for module in modules)
+    return bool(kinds & {"PeerLostError", "DistError"}) or ("RuntimeError" in kinds and is_inside)
+
+
 def counted(number: float, noun: str, form: str = ",") -> str:
     """Return a number with its noun: 1 step, 2 steps."""
     return f"{number:{form}} {noun}{'' if number == 1 else 's'}"
@@ -267,6 +281,15 @@ def install(extras: str) -> str:
         and any(each.marker.evaluate({"extra": extra}) for extra in extras.split(","))
     ]  # fmt: skip
     return f"pip install {' '.join(needed)}" if needed else f"install flatout with its extra {extras}"
+
+
+@contextmanager
+def needs_extra(what: str, extras: str, *fixes: Fix) -> Iterator[None]:
+    """Raise UsageError with the command that installs what `what` needs, for an import in the block that fails."""
+    try:
+        yield
+    except ImportError as error:
+        raise UsageError(f"{what} needs the package {error.name}: {install(extras)}", fixes) from error
 
 
 def install_beside(folder: str) -> str:

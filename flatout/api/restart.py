@@ -13,8 +13,8 @@ from flatout.config.section import paths_of
 from flatout.errors import UsageError
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import RunLock
+from flatout.io.gpu_driver import require_gpu_driver
 from flatout.io.near_path import expand_home
-from flatout.io.no_gpu import require_gpu_driver
 from flatout.launch.launch_mode import LaunchMode, SpawnRanks
 from flatout.parallel.rank import Rank
 from flatout.planner.devices import DEVICES

@@ -13,7 +13,7 @@ from flatout.errors import CheckpointError, Fix
 
 ABSENT = "(absent)"
 CHANGES_DATA = "changes the samples or their order"
-CHANGES = {"objective": "changes the loss", "optim": "changes the updates"}
+CHANGES = {"objective": "changes the loss", "optim": "changes the updates", "rewards": "changes the scores"}
 
 
 class OtherRunError(CheckpointError):
@@ -73,6 +73,24 @@ def config_changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
     return changes
 
 
+def fingerprint_changes(saved: Mapping[str, Any], now: Mapping[str, Any], settings: Sequence[Change]) -> list[Change]:
+    """Return what differs in a checkpoint's fingerprints: the base model's files, the data, the plan, own code.
+
+    Both map what was fingerprinted to JSON values, preferably objects with name, num_samples and fingerprint, and
+    "model" to its files' hashes. A different plan only follows from other data, and from `settings` that are not
+    harmless: these are refused or allowed under their own keys.
+    """
+    is_explained = any(change.effect != "harmless" for change in settings) or saved.get("data") != now.get("data")
+    changes = []
+    for key, before, after in _differences(saved, now):
+        if key == "model":
+            files, why = _differences(before, after), "changes weights or config"
+            changes += [Change(f"model: {name}", old, new, "numerics", why) for name, old, new in files]
+        elif key != "plan" or not is_explained:
+            changes.append(Change(key, before, after, "numerics", CHANGES.get(key, CHANGES_DATA)))
+    return changes
+
+
 def refuse_changes(changes: Sequence[Change], allow: Sequence[str]) -> None:
     """Raise OtherRunError with all changes that affect the numerics and are not covered by `allow`.
 
@@ -80,7 +98,10 @@ def refuse_changes(changes: Sequence[Change], allow: Sequence[str]) -> None:
     """
     refused = [change for change in changes if change.effect == "numerics" and not _allowed(change.key, allow)]
     if refused:
-        _refuse("settings that change the numerics differ from the checkpoint's", refused)
+        lines = "".join(f"\n  - {change}" for change in refused)
+        keys = list(dict.fromkeys(change.key.partition(":")[0] for change in refused))
+        fix = Fix({"checkpoint.allow_change": keys}, "resume from the checkpoint with new settings")
+        raise OtherRunError(f"what changes the numerics differs from the checkpoint's:{lines}", [fix])
 
 
 def refuse_without_effect(changes: Sequence[Change], folder: Path) -> None:
@@ -88,52 +109,6 @@ def refuse_without_effect(changes: Sequence[Change], folder: Path) -> None:
     lines = "".join(f"\n  - {change}" for change in changes if change.effect == "numerics")
     if lines:
         raise OtherRunError(f"{folder} is a finished run with different settings:{lines}")
-
-
-def refuse_other_model(saved: Mapping[str, str], now: Mapping[str, str], allow: Sequence[str]) -> None:
-    """Raise OtherRunError with the files that differ when the base model is another and `allow` lacks "model".
-
-    `saved` and `now` map the model's files to their hashes.
-    """
-    refused = [
-        Change(f"model: {name}", before, after, "numerics", "changes weights or config")
-        for name, before, after in _differences(saved, now)
-    ]
-    if refused and not _allowed("model", allow):
-        _refuse("the base model's files differ from those the checkpoint was trained on", refused, allow_key="model")
-
-
-def refuse_other_data(
-    saved: Mapping[str, Any],
-    now: Mapping[str, Any],
-    *,
-    allow: Sequence[str] = (),
-    explained_by: Sequence[Change] = (),
-) -> None:
-    """Raise OtherRunError when the objective, the data or the plan differs from the checkpoint's.
-
-    `saved` and `now` map what was fingerprinted ("data", "eval_data", "objective", "plan") to JSON values, preferably
-    objects with name, num_samples and fingerprint. A different plan is accepted when `explained_by` has a change that
-    is not harmless, which was already refused or allowed under its own key. Entries named in `allow` are not compared.
-    """
-    explained = any(change.effect != "harmless" for change in explained_by) or _allowed("data", allow)
-    refused = [
-        Change(key, before, after, "numerics", CHANGES.get(key, CHANGES_DATA))
-        for key, before, after in _differences(saved, now)
-        if not _allowed(key, allow) and not (key == "plan" and explained)
-    ]
-    # eval_data and the plan are of the data
-    what = dict.fromkeys(change.key if change.key in CHANGES else "data" for change in refused)
-    if refused:
-        verb = "differ" if len(what) > 1 else "differs"
-        _refuse(f"the {' and the '.join(what)} {verb} from what the checkpoint was trained on", refused)
-
-
-def _refuse(what: str, refused: Sequence[Change], allow_key: str | None = None) -> None:
-    lines = "".join(f"\n  - {change}" for change in refused)
-    keys = [allow_key] if allow_key else [change.key for change in refused]
-    allow = Fix({"checkpoint.allow_change": keys}, "resume from the checkpoint with new settings")
-    raise OtherRunError(f"{what}:{lines}", [allow])
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -154,4 +129,4 @@ def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _allowed(key: str, allow: Sequence[str]) -> bool:
-    return any(key == entry or key.startswith(entry + ".") for entry in allow)
+    return any(key == entry or key.startswith((entry + ".", entry + ":")) for entry in allow)

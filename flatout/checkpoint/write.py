@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from flatout.checkpoint.final import MANIFEST_NAME
 from flatout.checkpoint.manifest import (
+    MANIFEST_NAME,
     Manifest,
     OtherFormatError,
     encode_manifest,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flatout.checkpoint.write import Checkpoints, Snapshot
 from flatout.errors import Fix, ResourceError
+from flatout.io.host_memory import available_host_bytes
 from flatout.track.callback import Reporter
 
 # powers of two, since torch rounds pinned allocations up to them
@@ -75,19 +76,22 @@ class StreamCopy(HostCopy):
 class Staging:
     """Host memory for copies of a state, in `blocks`; reused by the next save, and pinned if the state is on a GPU."""
 
-    def __init__(self, device: torch.device, copier: Callable[[Pairs], HostCopy] | None = None) -> None:
-        self._is_pinned = device.type == "cuda"
+    def __init__(
+        self, device: torch.device, copier: Callable[[Pairs], HostCopy] | None = None, sizes: Sequence[int] = ()
+    ) -> None:
+        self._is_pinned, self._sizes = device.type == "cuda", sizes
         if copier is None:
             copier = partial(StreamCopy, torch.cuda.Stream(device)) if self._is_pinned else HostCopy
         self.copier = copier
         self.blocks: list[Tensor] = []
         self._reserving: threading.Thread | None = None
 
-    def reserve(self, sizes: Sequence[int]) -> None:
-        """Allocate memory in the background for tensors of these sizes in bytes, since pinning takes seconds.
+    def reserve(self) -> None:
+        """Allocate memory in the background for tensors of the expected sizes, since pinning takes seconds.
 
         A thread pins the memory, so do not call this while a CUDA graph is being captured.
         """
+        sizes = self._sizes
         usual_bytes = BLOCK_BYTES if sum(sizes) > BLOCK_BYTES else SMALL_BLOCK_BYTES
 
         # torch rounds pinned allocations up to powers of two
@@ -203,10 +207,10 @@ class Saver:
         if required:
             self.wait()
 
-    def reserve(self, sizes: Sequence[int]) -> None:
+    def reserve(self) -> None:
         """Call `Staging.reserve`; nothing without staging."""
         if self.staging is not None:
-            self.staging.reserve(sizes)
+            self.staging.reserve()
 
     def before_update(self) -> None:
         """Make the device finish a pending copy before weights or optimizer state change; call it before every update.
@@ -267,28 +271,21 @@ class Saver:
 
 
 def choose_saver(
-    wanted: bool | str,
-    checkpoints: Checkpoints,
-    reporter: Reporter,
-    *,
-    device: torch.device,
-    num_bytes: int,
-    available_bytes: int | None,
+    wanted: bool | str, checkpoints: Checkpoints, reporter: Reporter, *, device: torch.device, sizes: Sequence[int]
 ) -> Saver:
-    """Return the saver for a state of about `num_bytes` on this rank, and log the decision and its reason.
+    """Return the saver for tensors of about these `sizes` in bytes on this rank, and log the decision and its reason.
 
     `wanted` is checkpoint.asynchronous; auto saves in the background on a GPU if the host has twice the memory that the
-    copies of all ranks take. `available_bytes` is the host's free memory (None: unknown).
+    copies of all ranks take. Raises ResourceError if the disk cannot hold a checkpoint.
     """
-    world = checkpoints.group.rank.world
+    num_bytes, world, free_bytes = sum(sizes), checkpoints.group.rank.world, available_host_bytes()
+    checkpoints.require_room(num_bytes)
     size = f"{num_bytes / 2**30:.1f} GiB of host memory per rank"
     if wanted == "auto" and device.type != "cuda":
         wanted, why = False, "training runs on the CPU"
-    elif wanted == "auto" and available_bytes is not None and 2 * world * num_bytes > available_bytes:
-        wanted, why = False, f"a copy needs {size}, but the host has {available_bytes / 2**30:.1f} GiB free"
+    elif wanted == "auto" and free_bytes is not None and 2 * world * num_bytes > free_bytes:
+        wanted, why = False, f"a copy needs {size}, but the host has {free_bytes / 2**30:.1f} GiB free"
     else:
         why = f"from a copy in {size}" if wanted else "as configured"
     reporter.stage("checkpoint", f"{'asynchronous' if wanted else 'training waits for each save'}: {why}")
-    if not wanted:
-        return Saver(checkpoints, reporter)
-    return Saver(checkpoints, reporter, Staging(device))
+    return Saver(checkpoints, reporter, Staging(device, sizes=sizes) if wanted else None)

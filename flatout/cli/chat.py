@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from flatout.cli.screen import import_transformers, progress_console
 from flatout.data.conversation import Origin
 from flatout.errors import DataError, Fix, UsageError, first_line
+from flatout.io.gpu_driver import no_gpu_error
 from flatout.io.near_path import did_you_mean
-from flatout.io.no_gpu import no_gpu_error
 from flatout.io.redact import printable, redacted
 from flatout.rollout.sampler import check_options
 from flatout.view.open_runs import find_model

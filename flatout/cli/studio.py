@@ -12,7 +12,7 @@ import webbrowser
 from pathlib import Path
 
 from flatout.environment import environment
-from flatout.errors import UsageError, install
+from flatout.errors import UsageError, needs_extra
 
 DEFAULT_PORT = 8765
 
@@ -32,10 +32,8 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"--port is {args.port}; expected a free port such as 8765, at most 65535")
     if lost := next((folder for folder in args.models if not folder.is_dir()), None):
         raise UsageError(f"--models {lost}: there is no such folder; name one that holds model folders")
-    try:
+    with needs_extra("flatout studio", "studio"):
         from flatout.studio.server import serve
-    except ModuleNotFoundError as error:
-        raise UsageError(f"flatout studio needs {error.name}: {install('studio')}") from error
 
     def on_ready(address: str) -> None:
         print(f"flatout studio for {Path.cwd()}\n  {address}", flush=True)

@@ -21,11 +21,10 @@ from flatout.config.schema import Config, DataConfig
 from flatout.data.build import refuse_early
 from flatout.environment import LAUNCHED, LOGS, PARENT, environment, prepare_torch, whole_number
 from flatout.errors import Fix, FlatoutError, ResourceError, UsageError
-from flatout.io.no_gpu import require_gpu_driver
+from flatout.io.gpu_driver import open_gpu, require_gpu_driver
 from flatout.io.stop_signals import SIGNAL_EXIT_CODE
 from flatout.launch import tmux
 from flatout.launch.attempt import UNCAUGHT_EXIT_CODE, RankReport
-from flatout.launch.gpu_driver import open_gpu
 from flatout.launch.launch_mode import LaunchMode, RunHere, SpawnRanks, choose_launch_mode, parse_nodes
 from flatout.launch.ranks import MODULE, end_with_parent
 from flatout.parallel.rank import Rank

@@ -17,7 +17,7 @@ from typing import Any, Self
 from xxhash import xxh3_128_hexdigest
 
 from flatout.environment import studio_folders
-from flatout.errors import OF_OWN_CODE, DataError, FlatoutError, SecurityError, UsageError
+from flatout.errors import OF_OWN_CODE, DataError, FlatoutError, SecurityError, UsageError, is_of_a_collective
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -34,18 +34,11 @@ def own_code_errors(path: Path, what: str, end: str = "") -> Iterator[None]:
     except (UsageError, DataError) as error:
         raise error.at(path) from error
     except OF_OWN_CODE as error:
-        if isinstance(error, FlatoutError | MemoryError) or _is_of_the_machine(error):
+        is_of_the_gpu = type(error).__name__ in ("OutOfMemoryError", "AcceleratorError") or "CUDA error" in str(error)
+        if isinstance(error, FlatoutError | MemoryError) or is_of_the_gpu or is_of_a_collective(error):
             raise
         what = f"the {what}'s own code failed with {type(error).__name__}: {error}{end}"
         raise UsageError(f"{path}{line_of(error, path)}: {what}") from error
-
-
-def _is_of_the_machine(error: BaseException) -> bool:
-    """Whether a GPU or a collective failed, without importing torch; gloo raises RuntimeErrors."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    modules = {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)}
-    is_collective = any(module.startswith("torch.distributed") for module in modules)
-    return is_collective or bool(kinds & {"OutOfMemoryError", "AcceleratorError"}) or "CUDA error" in str(error)
 
 
 def line_of(error: BaseException, path: Path) -> str:

@@ -9,8 +9,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from flatout.config.schema import NAME_PATTERN, DataConfig
 from flatout.data.token_store import MANIFEST, TokenStore
 from flatout.errors import DataError, Fix, SecurityError
@@ -35,9 +33,6 @@ class Entry:
     loss_type: str
     fingerprint: str
     created: str
-
-
-_ENTRY = TypeAdapter(Entry)
 
 
 def entry_of(config: DataConfig, store: TokenStore) -> Entry:
@@ -93,7 +88,7 @@ def load(root: Path) -> dict[str, Entry]:
     file = root / FILE_NAME
     entries: dict[str, Entry] = {}
     for number, raw in enumerate(_read(file), start=1):
-        entry = validated(_ENTRY, raw, f"{file}: entry {number} ({raw.get('name', 'without name')})", DataError)
+        entry = validated(Entry, raw, f"{file}: entry {number} ({raw.get('name', 'without name')})", DataError)
         if entry.name in entries:
             raise DataError(f"{file}: entry {number}: name {entry.name!r} is given twice; remove one")
         built_dir(root, entry.name)

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-from pydantic import Field, TypeAdapter, with_config
+from pydantic import Field, with_config
 
 from flatout.data.columns import CHECKED, COLUMNS, Column, Layout, LossMask, Shard, fingerprint
 from flatout.data.conversation import Origin
@@ -112,9 +112,6 @@ class StoreManifest:
     meta: StoreMeta
     columns: Mapping[Annotated[str, Field(pattern="^[a-z][a-z0-9_]*$")], Column]
     shards: tuple[Shard, ...]
-
-
-_MANIFEST = TypeAdapter(StoreManifest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +336,7 @@ def read_manifest(folder: Path) -> StoreManifest:
     if version != VERSION:
         raise DataError(f"{path}: found format version {version}, but this flatout reads {VERSION}; {_AGAIN}")
     try:
-        manifest = validated(_MANIFEST, raw, str(path), DataError)
+        manifest = validated(StoreManifest, raw, str(path), DataError)
     except DataError as error:
         raise DataError(f"{error.text}; {_AGAIN}") from error
     if missing := COLUMNS.keys() - manifest.columns.keys():

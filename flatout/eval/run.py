@@ -25,8 +25,8 @@ from flatout.data.token_store import TokenStore
 from flatout.errors import DataError, UsageError
 from flatout.eval.tasks import Tasks, score_tasks
 from flatout.io.durable_io import DurableIO
+from flatout.io.gpu_driver import no_gpu_error
 from flatout.io.json_file import encode_json, now_utc
-from flatout.io.no_gpu import no_gpu_error
 from flatout.io.own_output import write_output
 from flatout.io.redact import redacted
 from flatout.models.export import merge

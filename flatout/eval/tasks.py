@@ -13,7 +13,7 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from flatout.errors import UsageError, install
+from flatout.errors import UsageError, needs_extra
 from flatout.models.load.model import library_errors
 
 # name, done, total
@@ -34,10 +34,8 @@ def open_tasks(names: Sequence[str], folder: Path | None) -> Tasks:
 
     Raises UsageError if lm-eval is not installed, the folder is missing, or a task is unknown.
     """
-    try:
+    with needs_extra("--tasks", "eval"):
         from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise UsageError(f"--tasks needs lm-eval ({error}): {install('eval')}; --answers does not") from error
     if folder is not None and not folder.is_dir():
         raise UsageError(f"--include-path: {folder} is not a folder; give the folder of the tasks' YAML files")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

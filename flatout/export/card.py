@@ -15,6 +15,7 @@ import yaml
 from flatout.errors import CheckpointError
 from flatout.io.json_file import read_json
 from flatout.io.redact import printable
+from flatout.io.text_template import render
 from flatout.models.load.inference import ModelPaths
 from flatout.track.run_log import RunLog
 from flatout.track.summary import JUDGED, JUDGED_ROWS, judged_values, summarize
@@ -22,46 +23,10 @@ from flatout.view.charts import moving_average, thinned
 from flatout.view.facts import NONE, changed_settings, headline, plan_rows, settings_of, show, table
 
 _log = logging.getLogger(__name__)
+_ASSETS = Path(__file__).with_name("assets")
+# of assets/loss.svg
 _WIDTH, _HEIGHT, _LEFT = 720, 240, 60
 _OWN_NAMES = ("name", "run_dir", "data.root", "data.name")
-_LOAD = """
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer{more}
-
-tokenizer = AutoTokenizer.from_pretrained({repo})
-model = AutoModelForCausalLM.from_pretrained({repo}, dtype="auto", device_map="auto"){ends}
-messages = [{{"role": "user", "content": "Hello"}}]
-inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-output = model.generate(**inputs.to(model.device), max_new_tokens=256)
-print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
-```
-"""
-_PEFT = """
-```python
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer{more}
-
-tokenizer = AutoTokenizer.from_pretrained({repo})
-model = AutoModelForCausalLM.from_pretrained({base}, dtype="auto", device_map="auto")
-# the adapter has the rows of new tokens
-if len(tokenizer) > model.get_input_embeddings().num_embeddings:
-    model.resize_token_embeddings(len(tokenizer))
-model = PeftModel.from_pretrained(model, {repo}){ends}
-```
-"""
-_ENDS = """
-# the tokens that end an answer: the base model may have others
-model.generation_config = GenerationConfig.from_pretrained({repo})"""
-_SERVE = """
-An answer ends with a token of {ids}, as `generation_config.json` says. Unless told otherwise, a server takes
-these and the tokenizer, with its chat template, from the base model. With vLLM and a copy of this in `FOLDER`:
-
-```bash
-vllm serve {base} --enable-lora --lora-modules NAME=FOLDER --tokenizer FOLDER --generation-config FOLDER
-```
-
-For other servers, send `"stop_token_ids": {ids}` with each request.
-"""
 
 
 def model_card(log: RunLog, repo: str, base: str, trained: ModelPaths, *, stops: Sequence[int] | None = None) -> str:
@@ -79,38 +44,39 @@ def model_card(log: RunLog, repo: str, base: str, trained: ModelPaths, *, stops:
         "base_model_relation": "adapter" if is_adapter else "finetune",
         "datasets": [name for name in sources if name.count("/") == 1 and not Path(name).exists()],
     }
-    what = "A LoRA adapter of" if is_adapter else "LoRA, merged into" if is_lora else "Full fine-tuning of"
     has_tokens = settings.get("data.new_tokens") or settings.get("data.new_special_tokens")
     changed = {name: value for name, (value, _) in changed_settings(settings).items() if name not in _OWN_NAMES}
-    parts = [
-        f"---\n{yaml.safe_dump({key: value for key, value in facts.items() if value}, sort_keys=False)}---",
-        f"# {repo.rpartition('/')[2]}\n\n{what} {' '.join(_public(base).split())}, trained by flatout.",
-        f"## Load\n{_how_to_load(repo, _public(base), list(stops or ()), has_rows=bool(is_adapter and has_tokens))}",
-        f"## Results\n\n{table(['', '', ''], headline(summarize(log)))}",
-        "![loss by step](loss.svg)" if log.steps else "",
-    ]
-    if scores := list(_scores(log.folder / "eval")):
-        parts.append(f"## Evaluation\n\n{table(['task', 'metric', 'value'], scores)}")
+    scores = list(_scores(log.folder / "eval"))
+    sections = {
+        "Results": table(["", "", ""], headline(summarize(log))),
+        "Evaluation": table(["task", "metric", "value"], scores) if scores else "",
+    }
     if (start := log.start) is not None:
         versions = ", ".join(f"{name} {version}" for name, version in start.versions.items())
         device = start.gpus[0].name if start.gpus else start.device
-        parts += [
-            f"## Data\n\n{', '.join(map(_public, sources)) or start.data}: {start.plan.num_samples:,} samples for "
-            f"training, {start.plan.num_eval_samples:,} for evaluation",
-            f"## Plan\n\n{table(['', 'planned', 'actual'], plan_rows(log))}",
-            f"## Versions\n\n{versions}; {start.num_ranks} × {device}",
-        ]
+        counts = f"{start.plan.num_samples:,} samples for training, {start.plan.num_eval_samples:,} for evaluation"
+        sections |= {
+            "Data": f"{', '.join(map(_public, sources)) or start.data}: {counts}",
+            "Plan": table(["", "planned", "actual"], plan_rows(log)),
+            "Versions": f"{versions}; {start.num_ranks} × {device}",
+        }
     rows = [(name, show(_public(value))) for name, value in changed.items()]
-    parts.append(f"## Settings\n\n{table(['setting', 'value'], rows)}")
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _how_to_load(repo: str, base: str, stops: list[int], *, has_rows: bool) -> str:
-    """Return the code that loads a model, and how an adapter is served; names stand in them as strings."""
-    quoted = {"repo": json.dumps(repo), "base": json.dumps(base)}
-    ends, more = (_ENDS.format(**quoted), ", GenerationConfig") if stops else ("", "")
-    code = (_PEFT if has_rows else _LOAD).format(**quoted, ends=ends, more=more)
-    return code + (_SERVE.format(ids=stops, base=shlex.quote(base)) if stops else "")
+    base_name = _public(base)
+    return render(
+        _ASSETS / "card.md",
+        facts=yaml.safe_dump({key: value for key, value in facts.items() if value}, sort_keys=False),
+        title=repo.rpartition("/")[2],
+        what="A LoRA adapter of" if is_adapter else "LoRA, merged into" if is_lora else "Full fine-tuning of",
+        base_name=" ".join(base_name.split()),
+        # names stand in code as strings
+        repo=json.dumps(repo),
+        base=json.dumps(base_name),
+        base_word=shlex.quote(base_name),
+        stops=list(stops or ()),
+        has_rows=bool(is_adapter and has_tokens),
+        has_curve=bool(log.steps),
+        sections=[*sections.items(), ("Settings", table(["setting", "value"], rows))],
+    )
 
 
 def _public(value: Any) -> Any:
@@ -155,18 +121,7 @@ def loss_svg(log: RunLog) -> str:
         across, up = (x - first) / (last - first or 1.0), (y - low) / (high - low or 1.0)
         return list(zip((across * _WIDTH + _LEFT).tolist(), ((1.0 - up) * _HEIGHT + 8).tolist(), strict=True))
 
-    kept, marks = thinned(xs, ys), []
-    for line, opacity in ((ys, 0.35), (moving_average(ys), 1)):
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places(xs[kept], line[kept]))
-        marks.append(f'<polyline points="{points}" stroke-opacity="{opacity}"/>')
-    marks += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in places(at, judged)]
-    write, right, bottom = JUDGED_ROWS[kind].write, _WIDTH + _LEFT, _HEIGHT + 24
-    texts = [(_LEFT - 8, _HEIGHT + 8, "end", write(low)), (_LEFT - 8, 16, "end", write(high))]
-    texts += [(_LEFT, bottom, "start", f"step {first:,.0f}"), (right, bottom, "end", f"{last:,.0f}")]
-    marks += [f'<text x="{x}" y="{y}" text-anchor="{anchor}">{label}</text>' for x, y, anchor, label in texts]
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH + _LEFT + 24} {_HEIGHT + 40}">'
-        f"<title>{JUDGED[kind]} by step; dots: evaluation</title>"
-        "<style>polyline{fill:none;stroke:#0072b2;stroke-width:1.6}circle{fill:#d55e00}"
-        f"text{{font:12px sans-serif;fill:#808080}}</style>{''.join(marks)}</svg>\n"
-    )
+    kept, write = thinned(xs, ys), JUDGED_ROWS[kind].write
+    lines = [(opacity, places(xs[kept], line[kept])) for line, opacity in ((ys, 0.35), (moving_average(ys), 1))]
+    ends: dict[str, Any] = {"low": write(low), "high": write(high), "first": first, "last": last}
+    return render(_ASSETS / "loss.svg", figure=JUDGED[kind], lines=lines, dots=places(at, judged), **ends)

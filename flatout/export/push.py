@@ -8,12 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flatout.checkpoint.final import verify_final
-from flatout.errors import Fix, ResourceError, UsageError, reason_of
+from flatout.checkpoint.manifest import verify_final
+from flatout.errors import Fix, UsageError
 from flatout.export.card import loss_svg, model_card
 from flatout.io.durable_io import DurableIO
-from flatout.io.hub import is_path
-from flatout.io.redact import redacted
+from flatout.io.hub import hub_errors, is_path
 from flatout.models.export import load_merged, publish_model
 from flatout.models.load.inference import FINAL_DIR, ModelPaths, resolve_model_paths
 from flatout.models.lora.adapter_file import ADAPTER_CONFIG
@@ -59,7 +58,7 @@ def push(
         raise UsageError("there is no token for the hub; set HF_TOKEN to one with write access, or run `hf auth login`")
     api, durable_io, scratch = HfApi(), DurableIO(), run_dir / ".push.tmp"
     on_phase("asking the hub")
-    with _hub_errors(repo, token, ASKED_S):
+    with _bounded(repo, token, ASKED_S):
         repo, parent, old_files = _look_at(api, repo, private=private, replace=replace)
     try:
         files = _files_of(log, repo, trained, name, list(results_files), scratch if merged else None, on_phase)
@@ -67,9 +66,9 @@ def push(
         changes += [CommitOperationDelete(path) for path in old_files if path not in files]
         on_phase("uploading to the hub")
         if parent is None:
-            with _hub_errors(repo, token, ASKED_S):
+            with _bounded(repo, token, ASKED_S):
                 api.create_repo(repo, private=private)
-        with _hub_errors(repo, token, COMMITTED_S):
+        with _bounded(repo, token, COMMITTED_S):
             done = api.create_commit(repo, changes, commit_message=f"Upload {run_dir.name}", parent_commit=parent)
     finally:
         durable_io.remove_tree(scratch)
@@ -126,40 +125,16 @@ def _look_at(api: Any, repo: str, *, private: bool, replace: bool) -> tuple[str,
 
 
 @contextmanager
-def _hub_errors(repo: str, token: str, answer_s: float) -> Iterator[None]:
-    """Turn failures of the hub's client into one sentence, in which the token does not stand, and bound its waits.
-
-    It waits `answer_s` for each answer. By itself, the client waits without end.
-    """
+def _bounded(repo: str, token: str, answer_s: float) -> Iterator[None]:
+    """Wait `answer_s` for each answer of the hub: by itself, its client waits without end. Raises as `hub_errors`."""
     from huggingface_hub import constants, get_session
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
     from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # the version that this client uses
 
     client, unbounded = get_session(), get_session().timeout
     client.timeout = httpx.Timeout(answer_s, connect=constants.HF_HUB_ETAG_TIMEOUT)
     try:
-        yield
-    except HFValidationError as error:
-        raise UsageError(f"{repo!r:.100} is not the name of a repository; give one such as org/my-model") from error
-    except OfflineModeIsEnabled as error:
-        raise UsageError("HF_HUB_OFFLINE is set, so nothing can be pushed; unset it") from error
-    except (HfHubHTTPError, httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:
-        # an upload's own error is the cause of the client's
-        cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
-        status = getattr(getattr(cause, "response", None), "status_code", 0)
-        said = redacted(reason_of(cause), [token])
-        whys = {
-            401: "the hub does not accept the token (401); set HF_TOKEN to a valid one with write access",
-            403: f"the token may not write to {repo} (403); use one with write access to it",
-        }
-        if 400 <= status < 500 and status != 429:
-            raise UsageError(whys.get(status, f"the hub refuses to take {repo} ({status}): {said}")) from error
-        what = f"answers with an error ({status})" if status else f"cannot be reached ({said})"
-        raise ResourceError(f"{constants.ENDPOINT} {what}; nothing was committed: try again") from error
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        # what the client makes of a page or of an object of another form
-        said = redacted(reason_of(error), [token])
-        what = f"does not answer as a hub does ({said})"
-        raise ResourceError(f"{constants.ENDPOINT} {what}; check HF_ENDPOINT, then try again") from error
+        what = f"{repo!r:.100} was not pushed:"
+        with hub_errors(repo, what, is_hub_alone=True, within_s=answer_s, secrets=[token]):
+            yield
     finally:
         client.timeout = unbounded

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from flatout.checkpoint.final import MANIFEST_NAME, verify_final
+from flatout.checkpoint.manifest import MANIFEST_NAME, verify_final
 from flatout.errors import Fix, ResourceError, UsageError, install, reason_of
 from flatout.export.gguf_file import FILE_TYPES, stop_fields, stops_left_out, why_not, write_gguf
 from flatout.export.ollama import modelfile

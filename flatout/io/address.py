@@ -16,7 +16,7 @@ from fsspec.implementations.arrow import ArrowFSWrapper
 from fsspec.spec import AbstractFileSystem
 
 from flatout.environment import environment
-from flatout.errors import DataError, ResourceError, UsageError, install
+from flatout.errors import DataError, ResourceError, needs_extra
 
 SCHEMES = ("https", "http", "s3", "gs", "hf")
 CONNECT_S, READ_S = 10.0, 30.0
@@ -81,10 +81,8 @@ def stat_of(facts: Mapping[str, Any]) -> Stat:
 
 
 def _web() -> AbstractFileSystem:
-    try:
+    with needs_extra("https://", "remote"):
         import aiohttp
-    except ImportError as error:
-        raise UsageError(f"https:// needs {error.name}: {install('remote')}") from error
     from fsspec.implementations.http import HTTPFileSystem  # lazy: with aiohttp, 0.3 s
 
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=READ_S)

@@ -21,7 +21,7 @@ from typing import Annotated, Any, BinaryIO
 import xxhash
 from pydantic import ConfigDict, Field, with_config
 
-from flatout.errors import ResourceError, SecurityError
+from flatout.errors import FlatoutError, ResourceError, SecurityError
 from flatout.io.json_file import encode_json, open_plain
 
 
@@ -213,7 +213,7 @@ class DurableIO:
 
     @contextmanager
     def resource_errors(self, verb: str, path: Path, needed_bytes: int = 0) -> Iterator[None]:
-        """Turn an OSError into a ResourceError that says what could not be done to `path`, and why."""
+        """Turn an error of the disk into a ResourceError that says what could not be done to `path`, and why."""
         try:
             yield
         except OSError as error:
@@ -229,6 +229,13 @@ class DurableIO:
             too_large = error.errno == errno.EFBIG
             remedy = "raise the limit (ulimit -f)" if too_large else "check that the folder is writable"
             raise ResourceError(f"cannot {verb} {path}: {error.strerror or error}; {remedy}") from error
+        except Exception as error:
+            # libraries written in Rust raise their own errors for a full disk
+            is_of_rust = type(error).__name__ == "SafetensorError" or "(os error " in str(error)
+            if isinstance(error, FlatoutError) or not is_of_rust:
+                raise
+            remedy = "free some space, and run the same command again, or choose a different folder"
+            raise ResourceError(f"cannot {verb} {path}: {error}; {remedy}") from error
 
 
 def remove_unfinished(folder: Path) -> None:

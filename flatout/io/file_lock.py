@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
@@ -16,9 +16,9 @@ from typing import Self
 from flatout.errors import ResourceError
 from flatout.io.bounded_wait import BoundedWait, to_stderr
 from flatout.io.durable_io import DurableIO
-from flatout.io.json_file import now_utc
+from flatout.io.json_file import now_utc, parse_json, validated
 from flatout.io.own_files import is_same_file, open_own
-from flatout.io.redact import printable
+from flatout.io.redact import cleaned
 
 # a large data set takes hours to build, and others wait for it
 LIMIT_S = 12 * 3600.0
@@ -46,15 +46,10 @@ class Holder:
     @property
     def has_exited(self) -> bool:
         """Whether the process is known to have ended; forked children inherit its lock and may still hold it."""
-        if not self.is_local:
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            pass  # the process belongs to another user
-        return False
+        import psutil  # lazy: few look at another's lock
+
+        # a lock that names no single process says nothing of one
+        return self.is_local and self.pid > 0 and not psutil.pid_exists(self.pid)
 
     @property
     def trains(self) -> bool:
@@ -70,12 +65,8 @@ class Holder:
 
 def open_lock(path: Path) -> int:
     """Open or create a lock file without locking it. Raises SecurityError for a link, and ResourceError."""
-    try:
+    with DurableIO().resource_errors("open", path):
         return open_own(path, os.O_RDWR)
-    except OSError as error:
-        raise ResourceError(
-            f"cannot open {path}: {error.strerror}; make the folder writable, or choose a different one"
-        ) from error
 
 
 def take_lock(fd: int, path: Path) -> bool:
@@ -222,11 +213,7 @@ def _look(folder: Path) -> tuple[bool, Holder | None]:
 
 
 def _read_holder(fd: int) -> Holder | None:
-    try:
-        holder = json.loads(os.pread(fd, 4096, 0))
-        host, since, verb = (
-            printable(str(text)) for text in (holder["host"], holder["since"], holder.get("verb", "train"))
-        )
-        return Holder(int(holder["pid"]), host, since, verb)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # it took the lock just now and has not written its name yet
+    """Return who is named in an open lock; None if it took the lock just now and has not written its name yet."""
+    with suppress(OSError, ValueError, ResourceError):
+        return validated(Holder, cleaned(parse_json(os.pread(fd, 4096, 0))), "", ResourceError)
+    return None

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
-from flatout.errors import ResourceError, UsageError, first_line
+from flatout.errors import FlatoutError, ResourceError, UsageError, reason_of
 from flatout.io.allowed import require_allowed
 from flatout.io.near_path import did_you_mean, other_model
+from flatout.io.redact import redacted
 
 # whether a model's name is an existing folder; unlike Path.is_dir, False for a name too long for a path
 is_folder = os.path.isdir
@@ -73,63 +74,69 @@ def hub_file(name: str, file: str, revision: str | None) -> Path | None:
     source, revision = hub_source(name, revision)
     if (folder := Path(source)).is_dir():
         return folder / file if (folder / file).is_file() else None
-    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
-    with hub_errors(name):
+    with hub_errors(name, is_hub_alone=True):
         try:
             return Path(hf_hub_download(name, file, revision=revision))
         except RemoteEntryNotFoundError:
             # not its LocalEntryNotFoundError, which stands for any answer but this one, a 503 too
             return None
-        except (TypeError, LookupError, AttributeError) as error:
-            # what the client makes of JSON of another form
-            problem = f"{constants.ENDPOINT} does not answer as a hub does"
-            raise ResourceError(f"there is no folder {name}, and {problem}; check HF_ENDPOINT") from error
 
 
 @contextmanager
-def hub_errors(name: str) -> Iterator[None]:
-    """Turn failures of the hub's client into one sentence with the model or folder.
+def hub_errors(
+    name: str, what: str = "", *, is_hub_alone: bool = False, within_s: float = 0.0, secrets: Sequence[str] = ()
+) -> Iterator[None]:
+    """Turn failures of the hub's client into one sentence without `secrets` that begins with `what`: no such folder.
 
-    Raises UsageError when the hub has no such model or revision, denies access, or is disabled (HF_HUB_OFFLINE), and
-    ResourceError when it does not answer, or with an error of its own.
+    With `is_hub_alone` nothing but the client runs in the block, so what it makes of JSON of another form counts, too.
+    `within_s` is how long it waits. Raises UsageError when the hub has no such model or revision, denies access, or is
+    disabled (HF_HUB_OFFLINE), and ResourceError when it does not answer, or with an error of its own.
     """
-    from huggingface_hub import constants
-    from huggingface_hub.errors import FileMetadataError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
     from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # as above
 
-    hint = "" if is_folder(name) else did_you_mean(name, is_folder=True)
+    odd = (ValueError, TypeError, LookupError, AttributeError, RuntimeError) if is_hub_alone else ()
+    client = (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.HTTPError, httpx.InvalidURL)
+    hint = "" if what or is_folder(name) else did_you_mean(name, is_folder=True)
     if "$" in name:
         hint = (
             "; files have no variables: write the name itself, or give it on the command line, where shells have them"
         )
+    what = what or f"there is no folder {name}, and"
     try:
         yield
     except HFValidationError as error:
-        raise UsageError(
-            f"there is no folder {name}, and it is not a hub id such as Qwen/Qwen3-0.6B{hint or other_model(name)}"
-        ) from error
-    except (HfHubHTTPError, httpx.HTTPError, LocalEntryNotFoundError) as error:
-        # a file that is not in the cache is only what follows from the hub's answer
-        cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) and error.__cause__ else error
-        response, reason = getattr(cause, "response", None), first_line(cause)
-        if response is not None and response.status_code < 500 and response.status_code != 429:
-            # without the client's link to a page about the status
-            reason = [line for line in str(cause).splitlines() if line and not line.startswith("For more info")][-1]
-            raise UsageError(f"there is no folder {name}, and the hub rejects it: {reason}{hint}") from error
-        if constants.HF_HUB_OFFLINE:
-            problem = "HF_HUB_OFFLINE is set and it is not in the hub cache"
-            raise UsageError(
-                f"there is no folder {name}, and {problem}; correct the path, or go online{hint}"
-            ) from error
-        if response is not None:
-            problem = f"{constants.ENDPOINT} answers with an error ({response.status_code})"
-            raise ResourceError(f"there is no folder {name}, and {problem}; try again in a few minutes") from error
-        if isinstance(cause, FileMetadataError):
-            problem = f"{constants.ENDPOINT} does not answer as a hub does: {reason}"
-            raise ResourceError(f"there is no folder {name}, and {problem}; check HF_ENDPOINT") from error
-        problem = f"{constants.ENDPOINT} does not answer within {constants.HF_HUB_ETAG_TIMEOUT} s (HF_HUB_ETAG_TIMEOUT)"
-        raise ResourceError(
-            f"there is no folder {name}, and {problem}; correct the path, or try again{hint}"
-        ) from error
+        end = hint or ("" if is_hub_alone else other_model(name))
+        raise UsageError(f"{what} it is not a hub id such as Qwen/Qwen3-0.6B{end}") from error
+    except (*client, *odd) as error:
+        explained = _explained(error, within_s)
+        raise type(explained)(f"{what} {redacted(explained.text, secrets)}{hint}") from error
+
+
+def _explained(error: Exception, within_s: float) -> FlatoutError:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import FileMetadataError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # as above
+
+    # a file that is not in the cache, and an upload that failed, are only what follows from the hub's answer
+    cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError | RuntimeError) else None
+    cause = error if cause is None else cause
+    status = getattr(getattr(cause, "response", None), "status_code", 0)
+    if 400 <= status < 500 and status != 429:
+        # without the client's link to a page about the status
+        lines = [line for line in str(cause).splitlines() if line and not line.startswith("For more info")]
+        remedies = {401: "a valid one, with access to it", 403: "one with access to it"}
+        remedy = f"; set HF_TOKEN to {remedies[status]}" if status in remedies else ""
+        return UsageError(f"the hub rejects it ({status}): {lines[-1]}{remedy}")
+    if constants.HF_HUB_OFFLINE or isinstance(cause, OfflineModeIsEnabled):
+        return UsageError("HF_HUB_OFFLINE is set and it is not in the hub cache; correct the name, or go online")
+    if status:
+        return ResourceError(f"{constants.ENDPOINT} answers with an error ({status}); try again in a few minutes")
+    if isinstance(cause, FileMetadataError) or not isinstance(cause, LocalEntryNotFoundError | httpx.HTTPError):
+        problem = f"does not answer as a hub does ({reason_of(cause)})"
+        return ResourceError(f"{constants.ENDPOINT} {problem}; check HF_ENDPOINT")
+    limit = f"{within_s:g} s" if within_s else f"{constants.HF_HUB_ETAG_TIMEOUT} s (HF_HUB_ETAG_TIMEOUT)"
+    return ResourceError(f"{constants.ENDPOINT} does not answer within {limit}; correct the name, or try again")

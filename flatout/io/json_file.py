@@ -9,11 +9,13 @@ import re
 import stat
 from collections import Counter
 from datetime import UTC, datetime
+from functools import cache
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import from_json
 
 from flatout.errors import CheckpointError, FlatoutError
 
@@ -21,21 +23,8 @@ MAX_JSON_BYTES = 64 * 2**20
 _PART_BYTES = 1 << 18
 T = TypeVar("T")
 
-# message of Python's scanner -> message for users; {ends} is the bracket that closes the open object or list
-_MESSAGES = {
-    "Expecting ',' delimiter": "expected ',' or {ends}",
-    "Expecting ':' delimiter": "expected ':' after the key",
-    "Expecting property name enclosed in double quotes": "expected a key in double quotes",
-    "Illegal trailing comma before end of object": "expected a key in double quotes",
-    "Illegal trailing comma before end of array": "expected a value",
-    "Expecting value": "expected a value",
-    "Unterminated string starting at": "this string has no closing quote",
-    "Invalid control character at": "control character inside a string; write it as an escape such as \\n",
-    "Extra data": "expected the end of the value",
-}
 # strings first, so that a NaN inside a string does not match
 _NOT_NUMBER = re.compile(r'"(?:[^"\\]|\\.)*"|(-?(?:NaN|Infinity))', re.DOTALL)
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}]', re.DOTALL)
 
 
 class JSONSyntaxError(ValueError):
@@ -77,7 +66,8 @@ def parse_json(content: str | bytes) -> Any:
     try:
         return _DECODER.decode(text)
     except json.JSONDecodeError as error:
-        raise _explained(error) from None
+        is_second = error.msg == "Extra data"
+        raise JSONSyntaxError(_what_is_wrong(text, error), error.lineno, error.colno, is_second) from None
     except _RefusedError as refused:
         raise _refused_at(text, str(refused)) from None
     except RecursionError:
@@ -86,26 +76,16 @@ def parse_json(content: str | bytes) -> Any:
         raise JSONSyntaxError(str(error).split(";")[0].lower(), 1, 1) from None
 
 
-def _explained(error: json.JSONDecodeError) -> JSONSyntaxError:
-    # the pure Python scanner ends some messages with "at", the C one does not
-    known = _MESSAGES.get(error.msg) or _MESSAGES.get(error.msg.removesuffix(" at"))
-    open_brackets: list[str] = []
-    for token in _TOKEN.finditer(error.doc, 0, error.pos):
-        if token[0] in "{[":
-            open_brackets.append(token[0])
-        elif token[0] in "}]" and open_brackets:  # those inside a damaged text may have no opening one
-            open_brackets.pop()
-    ends = "'}'" if open_brackets[-1:] == ["{"] else "']'"
-    what = known.format(ends=ends) if known else error.msg.lower()
-    if error.doc[error.pos : error.pos + 1] == "'":
-        what += "; single quotes are Python's, not JSON's"
-    elif error.msg.startswith("Illegal trailing") or (
-        error.doc[error.pos : error.pos + 1] in ("}", "]") and error.doc[: error.pos].rstrip().endswith(",")
-    ):
-        what += "; remove the comma before it"
-    if error.pos >= len(error.doc.rstrip()):
-        what += ", but the JSON ends here; complete it"
-    return JSONSyntaxError(what, error.lineno, error.colno, at_second_value=error.msg == "Extra data")
+def _what_is_wrong(text: str, error: json.JSONDecodeError) -> str:
+    """Say what pydantic's parser expects: Python's has no word for a comma too much, or for a text that ends."""
+    if text[error.pos : error.pos + 1] == "'":
+        return "expected double quotes; single quotes are Python's, not JSON's"
+    try:
+        from_json(text, allow_inf_nan=False)
+    except ValueError as said:
+        what = str(said).partition(" at line ")[0].replace("`", "'")
+        return what.replace("EOF", "the JSON ends").replace("expected ident", "expected value")
+    return error.msg.lower()
 
 
 def _refused_at(text: str, key: str) -> JSONSyntaxError:
@@ -167,12 +147,23 @@ def read_json(path: Path, error: type[FlatoutError] = CheckpointError, *, max_by
         raise error(f"{path}: not readable as JSON: {cause}") from cause
 
 
-def validated(adapter: TypeAdapter[T], value: Any, where: str, error: type[FlatoutError] = CheckpointError) -> T:
-    """Validate a JSON value with `adapter`. Raises `error` with `where`, the field and what is wrong."""
+@cache
+def _adapter_of(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def read_as(kind: type[T], path: Path, error: type[FlatoutError] = CheckpointError, **limits: int) -> T:
+    """Read a JSON file as a dataclass. Raises `error` with the file, the field and what is wrong; see `read_json`."""
+    return validated(kind, read_json(path, error, **limits), str(path), error)
+
+
+def validated(kind: type[T], value: Any, where: str, error: type[FlatoutError] = CheckpointError) -> T:
+    """Validate a JSON value as a dataclass. Raises `error` with `where`, the field and what is wrong."""
+    adapter: TypeAdapter[T] = _adapter_of(kind)  # type: ignore[arg-type]  # a class is hashable
     try:
-        # passed as JSON, since a strict adapter does not accept a dict for a dataclass
+        # passed as JSON, since a strict one does not accept a dict for a dataclass
         return adapter.validate_json(json.dumps(value))
     except ValidationError as cause:
         first = cause.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise error(f"{where}: {field}: {first['msg']}; found {first['input']!r:.200}") from cause
+        place = ": ".join(filter(None, (where, ".".join(map(str, first["loc"])))))
+        raise error(f"{place}: {first['msg']}; found {first['input']!r:.200}") from cause

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import stat
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +117,9 @@ def start_python(words: Sequence[str], log: Path, *, append: bool = True, **opti
         )
     finally:
         os.close(output)
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process of `start_python` and what it has started, which is in its session."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -50,8 +50,15 @@ class PeerConnection:
         except OSError:
             self.is_open = False
 
-    def receive(self) -> list[dict[str, Any]]:
-        """Return the objects that the peer sent; `is_open` is False once it closed. Raises ValueError for bad data."""
+    def receive(self, wait_s: float = 0.0) -> list[dict[str, Any]]:
+        """Return what the peer has sent, or sends within `wait_s`; `is_open` is False once it closed.
+
+        Raises ValueError for anything but JSON objects.
+        """
+        if wait_s:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self.socket, selectors.EVENT_READ)
+                selector.select(wait_s)
         try:
             content = self.socket.recv(MAX_LINE_BYTES)
             self._received, self.is_open = self._received + content, bool(content)

@@ -5,32 +5,27 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
-
-import yaml
+from typing import Literal
 
 from flatout.environment import SECRET
 from flatout.errors import Fix, UsageError
-from flatout.launch.attempt import RESTARTABLE
+from flatout.io.text_template import render
 
-PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+TEMPLATES = Path(__file__).with_name("templates")
 # Slurm's time limits: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S
 TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
-LABEL = re.compile(r"[a-z]([a-z0-9-]{0,48}[a-z0-9])?")
-# seconds from SIGTERM to SIGKILL, in which a run saves
-GRACE_S = 600
 # Slurm: seconds before the time limit at which a run is asked to save, at most
 NOTICE_S = 300
 # Slurm: a shorter limit leaves no time to load a model and save
 MIN_TIME_S = 240
-# Slurm: seconds from the end of one rank to the end of all others, in which they save
-WAIT_S = 120
-# of all pods of a PyTorchJob, which restarts them after any exit code
-MAX_POD_RESTARTS = 10
-IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}")
+# what the value of an option has to be, as a pattern and in words
+PLAIN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", "letters, digits, dot, _ and -"
+LABEL = r"[a-z]([a-z0-9-]{0,48}[a-z0-9])?", "at most 50 lower-case letters, digits and -, as Kubernetes allows"
+IMAGE = r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}", "a container image, such as registry.example/flatout:1.0"
+MOUNT = r"/.*", "an absolute path"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +55,14 @@ def sbatch_script(
     max_restarts: int = 3,
     on_cpu: bool = False,
 ) -> str:
-    """Return the script: one task per GPU, ranks from srun, and a signal to save before the time limit.
+    """Return the script: values, and slurm.sh with what it does; one task per GPU, ranks from srun.
 
     `time` is in Slurm's format; the job runs in `folder`. With `on_cpu`, the tasks ask for no GPUs. The job requeues
     itself whenever the run was saved, and `max_restarts` times after crashes and lost ranks, which it counts in a file
     beside its log: SLURM_RESTART_COUNT counts both. Raises UsageError for a name or time that is not valid in an
     #SBATCH line, and for a limit under 4 minutes; 0 is no limit.
     """
-    for option, text in (("--name", job.name), ("--partition", partition), ("--account", account)):
-        if text is not None and not PLAIN.fullmatch(text):
-            raise UsageError(f"{option} {text!r}: expected letters, digits, dot, _ and -")
+    _require(PLAIN, {"--name": job.name, "--partition": partition, "--account": account})
     options = {
         "job-name": job.name,
         "nodes": job.nodes,
@@ -82,43 +75,11 @@ def sbatch_script(
         # every rank gets SIGTERM this many seconds before the time limit; the run saves and exits with code 75
         "signal": f"TERM@{_notice_s(time)}",
     }
-    lines = "\n".join(f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None)
-    return f"""#!/bin/bash
-{lines}
-#SBATCH --requeue
-
-set -u
-cd -- {shlex.quote(str(folder))} || exit 2
-# Slurm does not create the folder of its log, so this script does
-logs={shlex.quote(str(log_dir))}
-mkdir -p -- "$logs" || exit 6
-echo "the log is $logs/slurm-$SLURM_JOB_ID.log"
-exec >>"$logs/slurm-$SLURM_JOB_ID.log" 2>&1
-# ranks authenticate each other with it; it is not stored
-FLATOUT_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
-export FLATOUT_SECRET
-# srun does not take it from the job since Slurm 22.05
-export SRUN_CPUS_PER_TASK="${{SLURM_CPUS_PER_TASK:-1}}"
-# each rank would start a thread for every core that it sees
-export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$SRUN_CPUS_PER_TASK}}"
-# ranks end each other; srun must not kill a rank that saves because another has exited
-srun --kill-on-bad-exit=0 --wait={WAIT_S} -- {shlex.join(job.command)}
-{_requeue_lines(max_restarts)}"""
-
-
-def _requeue_lines(max_restarts: int) -> str:
-    """Return the lines after srun, which exits with the highest code of the ranks, 128 + N for signal N."""
-    restartable = " | ".join(str(code) for code in sorted(RESTARTABLE))
-    return f"""code=$?
-lost="$logs/slurm-$SLURM_JOB_ID.lost"
-case "$code" in
-  75) scontrol requeue "$SLURM_JOB_ID" ;;  # stopped and saved
-  {restartable} | 129 | 13[1-9] | 1[4-9]?)  # crashed, lost a rank, or killed by a signal other than Ctrl-C
-    echo "$code" >>"$lost"
-    if [ "$(wc -l <"$lost")" -le {max_restarts} ]; then scontrol requeue "$SLURM_JOB_ID"; fi ;;
-esac
-exit "$code"
-"""
+    lines = [f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None]
+    values = {"folder": folder, "logs": log_dir, "max_restarts": max_restarts}
+    lines += ["#SBATCH --requeue", "", *(f"{name}={shlex.quote(str(value))}" for name, value in values.items())]
+    body = (TEMPLATES / "slurm.sh").read_text(encoding="utf-8")
+    return "\n".join(["#!/bin/bash", *lines, f"command=({shlex.join(job.command)})", body])
 
 
 def _notice_s(time: str) -> int:
@@ -160,49 +121,27 @@ def manifest(
     Secret with which nodes authenticate (key `secret`). A TrainJob patches the training runtime `runtime`, as Kubeflow
     Trainer 2.3 reads it. Raises UsageError for names that Kubernetes rejects.
     """
-    _check_names((("--name", job.name), ("--claim", claim), ("--runtime", runtime)), image, mount)
-    env = []
-    if secret is not None:
-        env = [{"name": SECRET, "valueFrom": {"secretKeyRef": {"name": secret, "key": "secret"}}}]
-    resources = {"limits": {"nvidia.com/gpu": job.gpus_per_node}}
-    mounts = [{"name": "work", "mountPath": mount}, {"name": "shm", "mountPath": "/dev/shm"}]
-    # NCCL's shared memory does not fit into a container's default of 64 MB
-    shm = {"name": "shm", "emptyDir": {"medium": "Memory"}}
-    pod: dict[str, Any] = {"terminationGracePeriodSeconds": GRACE_S, "containers": []}
-    pod["volumes"] = [{"name": "work", "persistentVolumeClaim": {"claimName": claim}}, shm]
-    spec: dict[str, Any]
-    if kind == "PyTorchJob":
-        api = "kubeflow.org/v1"
-        container: dict[str, Any] = {"name": "pytorch", "image": image, "command": job.command, "workingDir": mount}
-        pod["containers"].append(container | {"env": env, "resources": resources, "volumeMounts": mounts})
-        roles = {"Master": 1, "Worker": job.nodes - 1}
-        replicas = {"restartPolicy": "OnFailure", "template": {"spec": pod}}
-        spec = {
-            "runPolicy": {"backoffLimit": MAX_POD_RESTARTS},
-            "nprocPerNode": str(job.gpus_per_node),
-            "pytorchReplicaSpecs": {role: {"replicas": count, **replicas} for role, count in roles.items() if count},
-        }
-    else:
-        api = "trainer.kubeflow.org/v1alpha1"
-        # a TrainJob cannot set the working folder of its container
-        command = ["env", f"--chdir={mount}", *job.command]
-        trainer: dict[str, Any] = {"numNodes": job.nodes, "numProcPerNode": job.gpus_per_node, "image": image}
-        trainer |= {"command": command, "env": env, "resourcesPerNode": resources}
-        pod["containers"].append({"name": "node", "volumeMounts": mounts})
-        jobs = [{"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]
-        patch = {"manager": "flatout", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": jobs}}}}
-        spec = {"runtimeRef": {"name": runtime}, "trainer": trainer, "runtimePatches": [patch]}
-    body = {"apiVersion": api, "kind": kind, "metadata": {"name": job.name}, "spec": spec}
-    # copied through JSON: YAML would write a shared object as an anchor, which is hard to edit by hand
-    return yaml.safe_dump(json.loads(json.dumps(body)), sort_keys=False, width=10_000)
+    _require(LABEL, {"--name": job.name, "--claim": claim, "--runtime": runtime})
+    _require(IMAGE, {"--image": image})
+    _require(MOUNT, {"--mount": mount})
+    secret_key = {"secretKeyRef": {"name": secret, "key": "secret"}}
+    facts = {
+        "name": job.name,
+        "nodes": job.nodes,
+        "gpus": job.gpus_per_node,
+        "command": job.command,
+        "env": [] if secret is None else [{"name": SECRET, "valueFrom": secret_key}],
+        "image": image,
+        "claim": claim,
+        "mount": mount,
+        "runtime": runtime,
+    }
+    return render(TEMPLATES / f"{kind.lower()}.yaml", json.dumps, **facts)
 
 
-def _check_names(labels: Sequence[tuple[str, str]], image: str, mount: str) -> None:
-    """Raise UsageError for an option's value that Kubernetes rejects."""
-    for option, text in labels:
-        if not LABEL.fullmatch(text):
-            raise UsageError(f"{option} {text!r}: Kubernetes allows at most 50 lower-case letters, digits and -")
-    if not IMAGE.fullmatch(image):
-        raise UsageError(f"--image {image!r}: expected a container image, such as registry.example/flatout:1.0")
-    if not mount.startswith("/"):
-        raise UsageError(f"--mount {mount!r}: expected an absolute path")
+def _require(form: tuple[str, str], values: Mapping[str, str | None]) -> None:
+    """Raise UsageError for an option's value that has another form; None is none."""
+    pattern, expected = form
+    for option, text in values.items():
+        if text is not None and not re.fullmatch(pattern, text):
+            raise UsageError(f"{option} {text!r}: expected {expected}")

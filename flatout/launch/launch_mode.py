@@ -9,7 +9,7 @@ from typing import Literal
 
 from flatout.environment import whole_number
 from flatout.errors import ResourceError, UsageError
-from flatout.io.no_gpu import VISIBLE
+from flatout.io.gpu_driver import VISIBLE
 
 DEFAULT_PORT = 29400
 ENDPOINT = re.compile(r"(?P<host>\[[0-9A-Fa-f:]+\]|[A-Za-z0-9][A-Za-z0-9._-]*):(?P<port>\d{1,5})")

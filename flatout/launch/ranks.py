@@ -14,7 +14,7 @@ from pathlib import Path
 from flatout.environment import LOGS, PARENT, RANK_VARIABLES, STATUS_BOARD, STORE_SOCKET
 from flatout.errors import Fix, ResourceError
 from flatout.io.bounded_wait import BoundedWait
-from flatout.io.no_gpu import VISIBLE
+from flatout.io.gpu_driver import VISIBLE
 from flatout.io.own_files import start_python
 from flatout.io.status_board import StatusBoard
 from flatout.io.stop_signals import SIGNAL_EXIT_CODE
@@ -23,7 +23,7 @@ from flatout.launch.rendezvous import LOOPBACK, RendezvousInfo
 # -P: modules of the working folder are not imported, as by the `flatout` command
 MODULE = ("-P", "-m", "flatout")
 PR_SET_PDEATHSIG = 1
-COUNT_GPUS = "from flatout.launch.gpu_driver import count_gpus; print(count_gpus())"
+COUNT_GPUS = "from flatout.io.gpu_driver import count_gpus; print(count_gpus())"
 # files with a count of out-of-memory kills, narrowest scope first: cgroup v2, cgroup v1, host
 OOM_COUNTS = ("sys/fs/cgroup{2}/memory.events", "sys/fs/cgroup/memory{1}/memory.oom_control", "proc/vmstat")
 
@@ -55,12 +55,6 @@ def start_ranks(
     if board is not None:
         os.close(board.fd)
     return started
-
-
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a rank and its children, which are in the rank's session."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def shared_environment(

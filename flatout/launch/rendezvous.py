@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import array
-import fcntl
 import ipaddress
 import socket
 import time
@@ -11,13 +9,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+import psutil
+
 from flatout.errors import ResourceError
 from flatout.io.bounded_wait import POLL_S, BoundedWait
 from flatout.io.peer_sockets import PeerConnection, PeerListener, connect_to_peer, listen
 from flatout.launch.launch_mode import Nodes
 
 LOOPBACK = "127.0.0.1"
-SIOCGIFADDR = 0x8915
 # once `num_min` nodes have joined: how long to wait for one more
 LAST_CALL_S = 5.0
 
@@ -180,14 +179,6 @@ def _bindable(host: str, port: int) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface with this IPv4 address, or None."""
-    for _, name in socket.if_nameindex():
-        request = array.array("B", name.encode().ljust(40, b"\0"))
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                fcntl.ioctl(probe, SIOCGIFADDR, request, True)
-            except OSError:
-                continue
-        if socket.inet_ntoa(request.tobytes()[20:24]) == address:
-            return name
-    return None
+    """Return the name of the network interface with this address, or None."""
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, ones in interfaces if address in [one.address for one in ones]), None)

@@ -13,11 +13,12 @@ from flatout.config.parallel import FaultsConfig
 from flatout.environment import LAUNCHED
 from flatout.errors import PeerLostError, PreemptedError, counted
 from flatout.io.bounded_wait import POLL_S, BoundedWait
+from flatout.io.own_files import kill_group
 from flatout.io.status_board import StatusBoard
 from flatout.io.stop_signals import SIGNAL_EXIT_CODE, StopSignals
 from flatout.launch.attempt import RESTARTABLE, UNCAUGHT_EXIT_CODE, AttemptOutcome, RankReport, classify_attempt
 from flatout.launch.launch_mode import SpawnRanks
-from flatout.launch.ranks import count_gpus, count_oom_kills, kill, shared_environment, start_ranks
+from flatout.launch.ranks import count_gpus, count_oom_kills, shared_environment, start_ranks
 from flatout.launch.rendezvous import Rendezvous
 
 # after one rank failed, the others must exit within this time or are killed
@@ -127,7 +128,7 @@ class Supervisor:
             membership_changed = self._watch(folder)
         finally:
             for process in self._ranks.values():
-                kill(process)
+                kill_group(process)
         self._env = {**self._env, LAUNCHED: str(time.time())}
         reports = {report.rank: report for report in RankReport.read_all(folder)}
         for rank, process in self._ranks.items():
@@ -171,7 +172,7 @@ class Supervisor:
                 lost = {report.lost_rank for report in RankReport.read_all(folder)} if failed_s > LOST_S else set()
                 for rank, process in self._ranks.items():
                     if process.poll() is None and (rank in lost or failed_s > GRACE_S):
-                        kill(process)
+                        kill_group(process)
             elif any(code is not None for code in codes.values()):
                 wait = wait or BoundedWait(self._faults.long_phase_s, "faults.long_phase_s", self._log)
                 left = ", ".join(str(rank) for rank, code in codes.items() if code is None)
@@ -190,7 +191,7 @@ class Supervisor:
     def _kill(self) -> None:
         self._is_killed = True
         for process in self._ranks.values():
-            kill(process)
+            kill_group(process)
 
 
 def with_fewer(mode: SpawnRanks, rank: int, min_ranks: int | None) -> SpawnRanks:

@@ -10,13 +10,12 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from flatout.errors import FlatoutError, ResourceError, UsageError, reason_of
 from flatout.io.durable_io import DurableIO
+from flatout.io.gpu_driver import require_gpu_driver
 from flatout.io.hub import hub_file
-from flatout.io.no_gpu import require_gpu_driver
 from flatout.models.load.auto_class import is_scoring
 from flatout.models.load.inference import ModelPaths, load_trained, resolve_model_paths
 from flatout.models.lora.layer import adapted_modules, remove_adapter
@@ -93,18 +92,14 @@ def publish_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
         tensors = {tensor.data_ptr(): tensor.nbytes for tensor in model.state_dict().values()}
         durable_io.require_free(folder.parent, sum(tensors.values()))
         with durable_io.resource_errors("write", folder):
-            try:
-                save_model(model, tokenizer, new)
-                if hasattr(model.config, "vision_config"):
-                    # what a model in memory was loaded from may be gone
-                    with suppress(FlatoutError) if tokenizer is None else nullcontext():
-                        # transformers keeps the commit of weights from the hub
-                        copy_processor(model.name_or_path, new, getattr(model.config, "_commit_hash", None))
-                    if name := getattr(tokenizer, "name_or_path", ""):
-                        copy_processor(name, new)
-            except SafetensorError as error:
-                remedy = "free some space or choose a different folder"
-                raise ResourceError(f"cannot write {folder}: {error}; {remedy}") from error
+            save_model(model, tokenizer, new)
+            if hasattr(model.config, "vision_config"):
+                # what a model in memory was loaded from may be gone
+                with suppress(FlatoutError) if tokenizer is None else nullcontext():
+                    # transformers keeps the commit of weights from the hub
+                    copy_processor(model.name_or_path, new, getattr(model.config, "_commit_hash", None))
+                if name := getattr(tokenizer, "name_or_path", ""):
+                    copy_processor(name, new)
 
 
 def merge_adapter(target: str, out: Path, *, base: str | None = None, device: str = "cpu") -> str:

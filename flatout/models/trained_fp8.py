@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from flatout.config.model import CompileMode
-from flatout.errors import Fix, ResourceError, UsageError, install
+from flatout.errors import Fix, ResourceError, UsageError, needs_extra
 from flatout.kernels.fp8_matmul import MULTIPLE, fp8_problem, has_fp8, quantize_rows, scaled_product
 from flatout.models.blocks import decoder_layers, replace_module
 from flatout.models.experts.block import MATMUL, experts_modules, is_grouped
@@ -124,12 +124,8 @@ def find_float8(
 
 
 def _convert_by_torchao(model: PreTrainedModel, fitting: Collection[nn.Linear], shards: bool) -> None:
-    try:
+    with needs_extra("full.compute: fp8", "gpu", Fix({"full.compute": "fp8_rowwise"}), _MODEL):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as error:
-        raise UsageError(
-            f"full.compute: fp8 needs torchao: {install('gpu')}", [Fix({"full.compute": "fp8_rowwise"}), _MODEL]
-        ) from error
     convert_to_float8_training(
         model,
         module_filter_fn=lambda module, name: module in fitting,

@@ -7,6 +7,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
 from datetime import timedelta
 
 import torch
@@ -17,7 +19,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from flatout.environment import STORE_SOCKET, environment, master, whole_number
 from flatout.errors import Fix, PeerLostError, ResourceError, first_line
 from flatout.io.bounded_wait import POLL_S, BoundedWait
-from flatout.io.no_gpu import no_gpu_error
+from flatout.io.gpu_driver import no_gpu_error
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import local_part, replicas_of
 
@@ -89,9 +91,8 @@ class _Meeting:
         # who is awaited and why, replaced as one value by the thread; until the store answers, it is rank 0
         self._awaited: tuple[tuple[int, ...], str] = (0,), "it does not answer; see its log"
         self._answered_at = time.monotonic()
-        self._store: Store | None = None
         self._is_over = threading.Event()
-        self._error: BaseException | None = None
+        self._met: Future[Store] = Future()
 
     def hold(self) -> Store:
         """Return the store once all ranks have met."""
@@ -100,8 +101,7 @@ class _Meeting:
         thread = threading.Thread(target=self._run, name="flatout-join", daemon=True)
         thread.start()
         try:
-            while thread.is_alive():
-                thread.join(POLL_S)
+            while not futures.wait([self._met], POLL_S).done:
                 if time.monotonic() - self._answered_at > SILENT_S and not self._is_host:
                     self._awaited = (0,), "it has stopped answering; see its log"
                 ranks, reason = self._awaited
@@ -111,19 +111,16 @@ class _Meeting:
             # a thread that comes back from C while Python shuts down would abort the process
             self._is_over.set()
             thread.join(CONNECT_S)
-        if isinstance(self._error, dist.DistError):
-            why, index = first_line(self._error), self._rank.index
+        try:
+            return self._met.result()
+        except dist.DistError as error:
+            why = first_line(error)
             if self._is_host and "EADDRINUSE" in why:
                 raise ResourceError(
                     f"MASTER_PORT is {self._port}, where another process of this node listens; choose a free port"
-                ) from self._error
-            raise PeerLostError(
-                f"rank {index} lost rank 0 before all ranks joined ({why}); see its log", 0
-            ) from self._error
-        if self._error is not None:
-            raise self._error
-        assert self._store is not None
-        return self._store
+                ) from error
+            lost = f"rank {self._rank.index} lost rank 0 before all ranks joined ({why}); see its log"
+            raise PeerLostError(lost, 0) from error
 
     def _run(self) -> None:
         try:
@@ -140,9 +137,9 @@ class _Meeting:
                     return
             self._awaited = (0,), "all ranks have joined, but its heartbeats do not answer"
             self._on_met(store)
-            self._store = store
+            self._met.set_result(store)
         except BaseException as error:  # noqa: BLE001  (raised in the thread that waits)
-            self._error = error
+            self._met.set_exception(error)
 
     def _connect(self) -> None:
         """Wait until something listens: TCPStore would retry without an explanation."""

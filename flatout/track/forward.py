@@ -22,7 +22,7 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any, Self
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from flatout.config.folders import is_run_folder
 from flatout.config.track import TrackConfig
@@ -72,14 +72,10 @@ class Cursor:
     """Why the tracker takes nothing now."""
 
 
-_CURSOR = TypeAdapter(Cursor)
-
-
 def read_cursor(folder: Path, name: str) -> Cursor:
     """Return how far a tracker is; a new run at the service without trackers/NAME.json. Raises DataError."""
-    cursor = read_written(
-        folder / "trackers" / f"{name}.json", _CURSOR, repair="remove it to send everything as a new run"
-    )
+    repair = "remove it to send everything as a new run"
+    cursor = read_written(folder / "trackers" / f"{name}.json", Cursor, repair)
     return cursor or Cursor(secrets.token_hex(16))
 
 

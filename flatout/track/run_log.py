@@ -16,7 +16,7 @@ from flatout.config.folders import RUN_NAME, is_run_folder
 from flatout.errors import DataError, UsageError
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import Holder, holder_of, last_holder_of
-from flatout.io.json_file import read_json
+from flatout.io.json_file import read_json, validated
 from flatout.io.redact import cleaned
 from flatout.track.record import (
     KINDS,
@@ -43,8 +43,6 @@ class RunNotes:
     tags: tuple[str, ...] = ()
     """Sorted."""
 
-
-_START, _END, _NOTES = TypeAdapter(RunStart), TypeAdapter(RunEnd), TypeAdapter(RunNotes)
 
 PICTURES_FILE, NOTES_FILE = "pictures.jsonl", "notes.json"
 MAX_NOTE, MAX_TAGS = 4000, 20
@@ -242,20 +240,20 @@ def record_of(line: Mapping[str, Any]) -> Record | None:
 
 def read_start(folder: Path) -> RunStart | None:
     """Return what start.json says; None without the file. Raises DataError for a file that flatout did not write."""
-    return read_written(folder / "start.json", _START)
+    return read_written(folder / "start.json", RunStart)
 
 
 def read_end(folder: Path) -> RunEnd | None:
     """Return what end.json says; None without the file. Raises DataError for a file that flatout did not write."""
-    return read_written(folder / "end.json", _END)
+    return read_written(folder / "end.json", RunEnd)
 
 
 def read_side_files(folder: Path) -> SideFiles:
     """Read start.json, end.json and notes.json; before a note or tag is written, the tags are those of `track.tags`."""
     facts, problems = dict[str, Any](), dict[str, str]()
-    for name, adapter in (("start.json", _START), ("end.json", _END), (NOTES_FILE, _NOTES)):
+    for name, kind in (("start.json", RunStart), ("end.json", RunEnd), (NOTES_FILE, RunNotes)):
         try:
-            facts[name] = read_written(folder / name, adapter)
+            facts[name] = read_written(folder / name, kind)
         except DataError as error:
             problems[name] = str(error)
     start = facts.get("start.json")
@@ -296,18 +294,12 @@ def write_notes(
     return notes
 
 
-def read_written(path: Path, adapter: TypeAdapter[Content], repair: str = _REPAIR) -> Content | None:
+def read_written(path: Path, kind: type[Content], repair: str = _REPAIR) -> Content | None:
     """Return what a JSON file of flatout says; None without the file. Raises DataError, which ends in `repair`."""
     try:
-        return adapter.validate_python(cleaned(read_json(path, DataError)))
+        return validated(kind, cleaned(read_json(path, DataError)), str(path), DataError)
     except DataError as error:
         # a run that starts again removes its end.json
         if path.exists():
             raise DataError(f"{error.text}; {repair}") from error
         return None
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        where = ".".join(map(str, wrong["loc"])) or "the file"
-        raise DataError(
-            f"{path}: {where}: {wrong['msg']}; this version of flatout did not write it; {repair}"
-        ) from error

@@ -15,7 +15,7 @@ from flatout.checkpoint.read import SavedCheckpoint
 from flatout.checkpoint.write_async import Saver, choose_saver
 from flatout.config.schema import Config, Recompute
 from flatout.errors import Fix, PackingError, SharedPrefixError, counted
-from flatout.io.host_memory import available_host_bytes, map_blocks
+from flatout.io.host_memory import map_blocks
 from flatout.models.attention import prepare as prepare_attention
 from flatout.models.attention import register_over_ranks
 from flatout.models.blocks import decoder_layers
@@ -68,7 +68,7 @@ def build_run(
         restore(run, saved)
     run.reporter.phase("recording graphs")
     run.reporter.stage("graphs", record_graphs(run))
-    run.saver.reserve(saved_sizes(run.rank, run.named_parameters, run.config))
+    run.saver.reserve()
     return run
 
 
@@ -301,23 +301,13 @@ def compile_model(
     return compiled, recompute
 
 
-def saved_sizes(rank: Rank, named: Mapping[str, torch.nn.Parameter], config: Config) -> list[int]:
-    """Estimate the bytes of each tensor that this rank saves; replicas after the first save nothing."""
-    return state_sizes(named, config.optim) if rank.is_first or any(map(is_sharded, named.values())) else []
-
-
 def make_saver(setup: Setup, named: Mapping[str, torch.nn.Parameter]) -> Saver:
     """Choose how this rank saves. Raises ResourceError if the disk is full."""
-    num_bytes = sum(saved_sizes(setup.rank, named, setup.config))
-    setup.checkpoints.require_room(num_bytes)
-    return choose_saver(
-        setup.config.checkpoint.asynchronous,
-        setup.checkpoints,
-        setup.reporter,
-        device=setup.device,
-        num_bytes=num_bytes,
-        available_bytes=available_host_bytes(),
-    )
+    config, device = setup.config, setup.device
+    # replicas after the first save nothing
+    saves = setup.rank.is_first or any(map(is_sharded, named.values()))
+    sizes = state_sizes(named, config.optim) if saves else []
+    return choose_saver(config.checkpoint.asynchronous, setup.checkpoints, setup.reporter, device=device, sizes=sizes)
 
 
 def context_shard(layout: ParallelLayout, rank: Rank) -> ContextShard | None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor
 
 from flatout.config.parallel import STRATEGIES
@@ -18,7 +17,7 @@ from flatout.config.schema import Config
 from flatout.environment import checks_again
 from flatout.errors import CheckpointError, FlatoutError
 from flatout.io.durable_io import DurableIO
-from flatout.io.json_file import read_json, validated
+from flatout.io.json_file import read_as
 from flatout.io.kept_facts import find_facts, keep_facts
 from flatout.models.process_key import process_key
 from flatout.parallel.control_group import ControlGroup
@@ -184,7 +183,7 @@ class MemoryCheck:
 
 def read_record(path: Path, error: type[FlatoutError] = CheckpointError) -> Device:
     """Read the device and its corrections that a run has recorded. Raises `error` for a missing or damaged file."""
-    device = validated(TypeAdapter(Device), read_json(path, error), str(path), error)
+    device = read_as(Device, path, error)
     size = device.memory_bytes
     bounds: dict[str, tuple[float, float, float]] = {"memory_bytes": (size, 1, MAX_BYTES)}
     for kind, correction in device.corrections.items():

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ConfigDict, TypeAdapter, with_config
+from pydantic import ConfigDict, with_config
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from flatout.checkpoint.final import verify_final
+from flatout.checkpoint.manifest import verify_final
 from flatout.checkpoint.optimizer_state import load_optimizer_state, optimizer_state
 from flatout.checkpoint.read import SavedCheckpoint
 from flatout.checkpoint.replicas import refuse_drift
@@ -21,9 +21,8 @@ from flatout.checkpoint.resume_check import (
     Change,
     OtherRunError,
     config_changes,
+    fingerprint_changes,
     refuse_changes,
-    refuse_other_data,
-    refuse_other_model,
     refuse_without_effect,
 )
 from flatout.checkpoint.write import Checkpoints, Snapshot
@@ -82,7 +81,7 @@ class SavedFacts:
 
 def check_facts(facts: Mapping[str, Any], step: int) -> None:
     """Raise CheckpointError, naming the field, if no run could have saved these facts after `step` steps."""
-    saved = validated(TypeAdapter(SavedFacts), facts, "facts")
+    saved = validated(SavedFacts, facts, "facts")
     if saved.scaler and (odd := _SCALER_KEYS ^ saved.scaler.keys()):
         raise CheckpointError(f"facts: scaler: {min(odd)} is missing or unknown")
     if any(not math.isfinite(value) or value < 0 for value in saved.scaler.values()):
@@ -222,7 +221,7 @@ def _find_checkpoint(
 
     if (final_progress := checkpoints.group.run_on_first_rank(progress_of_results)) is None:
         return checkpoint, None
-    progress = validated(TypeAdapter(Progress), final_progress, str(final_dir))
+    progress = validated(Progress, final_progress, str(final_dir))
     if not progress.stopped_early and progress.step < planned.plan.num_steps:
         return checkpoint, None
     refuse_without_effect(changes, config.folder)
@@ -238,15 +237,12 @@ def _accepted_changes(
     old_config = paths_in_place(old_config, config.folder, old_config.folder)
     changes = config_changes(old_config.model_dump(mode="json"), redacted(config.model_dump(mode="json")))
     saved, now = dict(checkpoint.facts["fingerprints"]), dict(planned.fingerprints)
-    allow = config.checkpoint.allow_change
     # the same base model or rows, read from another place
     places = [*("model.name", "model.revision") * (saved["model"] == now["model"])]
     places += ["data.sources"] * (saved["data"] == now["data"])
     why = "the content is the same"
     changes = [replace(one, effect="harmless", why=why) if one.key in places else one for one in changes]
-    refuse_changes(changes, allow)
-    refuse_other_model(saved.pop("model"), now.pop("model"), allow)
-    refuse_other_data(saved, now, allow=allow, explained_by=changes)
+    refuse_changes([*changes, *fingerprint_changes(saved, now, changes)], config.checkpoint.allow_change)
     before, after = checkpoint.facts.get("micro_batch_tokens"), planned.plan.batch_layout.micro_batch_tokens
     if before not in (None, after) and not any(change.key == "batch.micro_batch_tokens" for change in changes):
         why = "the memory of this machine allows other micro-batches, which changes rounding and dropout masks"

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from pydantic import TypeAdapter
 
 from flatout.config.folders import round_folder
 from flatout.config.schema import Config
@@ -19,7 +18,7 @@ from flatout.data.token_store import TokenStore
 from flatout.data.workers import usable_procs
 from flatout.errors import CheckpointError, DataError
 from flatout.io.durable_io import DurableIO
-from flatout.io.json_file import read_json, validated
+from flatout.io.json_file import read_as
 from flatout.parallel.control_group import ControlGroup
 from flatout.planner.steps.prefixes import UnitPrefixes
 from flatout.planner.steps.rounds import BoundsPlan
@@ -34,8 +33,6 @@ from flatout.trainer.reference_logprobs import compute_round_reference
 from flatout.trainer.rollout_prompts import RolloutPrompts
 from flatout.trainer.round_answers import RoundFile, collect_round, digest_of, identity_of
 from flatout.trainer.state import TrainingRun
-
-_ROUND_FILE = TypeAdapter(RoundFile)
 
 
 def rounds_of(run: TrainingRun) -> Iterator[TrainingRun]:
@@ -127,7 +124,7 @@ def open_round(
 
 def _read_round(file: Path) -> RoundFile:
     """Return what the file of a round says. Raises DataError if it or its answers are missing or damaged."""
-    said = validated(_ROUND_FILE, read_json(file, DataError), str(file), DataError)
+    said = read_as(RoundFile, file, DataError)
     if said.digest is not None:
         store = TokenStore.open(file.with_suffix(""))
         for sample in range(store.num_samples):

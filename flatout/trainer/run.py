@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from flatout.checkpoint.final import publish
+from flatout.checkpoint.manifest import publish
 from flatout.checkpoint.write import Checkpoints
 from flatout.config.folders import free_folder, run_identity
 from flatout.config.read import dump_config, is_as_dumped, load_config

@@ -7,14 +7,11 @@ runs one of the processes; it reads the job from the folder and writes the rows 
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +24,7 @@ from flatout.config.read import make_config
 from flatout.errors import FlatoutError, PeerLostError, ResourceError, UsageError, exits_refused
 from flatout.io.durable_io import DurableIO
 from flatout.io.json_file import read_json
+from flatout.io.own_files import kill_group, start_python
 from flatout.parallel.process_group import choose_device, leave_group
 from flatout.parallel.rank import Rank
 from flatout.verifier.compare import Comparison, Reference, measure, plan_quietly, set_up_quietly
@@ -57,17 +55,14 @@ def run_rank_cases(cases: Sequence[RankCase], folder: Path) -> list[Comparison]:
     folder.mkdir()
     DurableIO().write_json(folder / JOB, {"cases": [asdict(case) for case in cases]})
     processes: list[subprocess.Popen[bytes]] = []
-    command = [sys.executable, "-P", "-m", "flatout.verifier.ranks", str(folder)]
-    options: dict[str, Any] = {"stderr": subprocess.STDOUT, "start_new_session": True}
     try:
         for index in range(max(case.num_ranks for case in cases)):
-            with (folder / f"rank-{index}.log").open("wb") as log:
-                processes.append(subprocess.Popen([*command, str(index)], stdout=log, **options))
+            words = ["-P", "-m", "flatout.verifier.ranks", str(folder), str(index)]
+            processes.append(start_python(words, folder / f"rank-{index}.log"))
         lost = _wait(processes)
     finally:
         for process in processes:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_group(process)
             process.wait()
     why = ""
     if lost is not None:

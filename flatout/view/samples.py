@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from pydantic import TypeAdapter
 
 from flatout.config.objective import REWARD
 from flatout.config.schema import BatchConfig
@@ -17,7 +16,7 @@ from flatout.data.pictures.show import picture_lines, thumbnails
 from flatout.data.statistics import padding_share
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError
-from flatout.io.json_file import read_json, validated
+from flatout.io.json_file import read_as
 from flatout.planner.cost import COST_BY_TOKENS
 from flatout.planner.steps.step_plan import BatchLayout
 from flatout.planner.steps.training_plan import make_plan, select_samples
@@ -40,9 +39,6 @@ class _Report:
 
     notes: tuple[str, ...]
     rows: Mapping[str, Mapping[str, tuple[int, ...]]]
-
-
-_REPORT = TypeAdapter(_Report)
 
 
 def samples_page(store: TokenStore, decode: Decode, count: int) -> str:
@@ -107,7 +103,7 @@ def _read_report(store: TokenStore) -> _Report:
         return _Report((), {})
     path = store.folder / "report.json"
     try:
-        return validated(_REPORT, read_json(path, DataError), str(path), DataError)
+        return read_as(_Report, path, DataError)
     except DataError as error:
         return _Report((f"{error}; truncated rows are not marked; rebuild the data set to see them",), {})
 

@@ -192,7 +192,6 @@ WRITERS = {
     "models/export.py": "the folder is synced when it is whole",
     "trainer/run.py": "the folder is synced when it is whole",
     "verifier/compare.py": "a temporary folder",
-    "verifier/ranks.py": "a temporary folder",
 }
 
 
@@ -254,6 +253,7 @@ WAITS = {
     "data/workers.py: first.wait": "a process that ends when its pipe is closed",
     "data/workers.py: waiting[0][1].result": "workers, each row of which has a time limit",
     "export/write.py: subprocess.run": "a program of llama.cpp, which shows what it does",
+    "parallel/process_group.py: self._met.result": "a future that is done",
     "launch/supervise.py: process.wait": "a process that was killed",
     "launch/tmux.py: subprocess.run": "tmux, which answers at once",
     "parallel/strategies/buckets.py: work.wait": "other ranks; faults.stall_s",

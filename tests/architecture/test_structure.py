@@ -30,7 +30,7 @@ WORDS = {
     "hold_back": "set_found_inf", "let_go": "clear_found_inf", "ladder": "size_buckets", "rungs": "size_buckets",
     "num_borders": "num_boundaries", "borders": "boundaries", "ledger": "build_report", "LeanAdamW": "AdamW8bit",
     "Door": "PeerListener", "knock": "connect_to_peer", "Watch": "PeerWatch", "Mark": "RankStatus",
-    "Hub": "HeartbeatServer", "Spoke": "HeartbeatClient", "CURABLE": "RESTARTABLE", "is_curable": "is_restartable",
+    "Hub": "Heartbeats", "Spoke": "Heartbeats", "CURABLE": "RESTARTABLE", "is_curable": "is_restartable",
     "Family": "ArchShape", "FAMILIES": "archs",
     "frees_weights": "reshard_after_forward", "KeepsState": "PartitionedOptimizer",
     "laid_out": "with_layout", "cut_again": "resplit", "FrozenProduct": "FrozenMatmul",

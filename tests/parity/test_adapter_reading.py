@@ -12,7 +12,7 @@ from tiny_models import save_tiny_model, tiny_model
 from transformers import CONFIG_MAPPING
 from usual import every, usual
 
-from flatout.checkpoint.final import verify_final
+from flatout.checkpoint.manifest import verify_final
 from flatout.cli.main import main
 from flatout.config.read import dump_config
 from flatout.config.schema import BaseConfig, LoraConfig, ModelConfig

@@ -166,7 +166,7 @@ def test_chat_eval_and_python_answer_about_pictures(model_of, tmp_path, capfd, m
 @pytest.mark.parametrize(
     ("missing", "code", "says"),
     [
-        ("Pillow", 2, "need Pillow; install it"),
+        ("Pillow", 2, "needs the package PIL"),
         ("processor", 2, "has no image processor; copy preprocessor_config.json"),
         ("class", 3, "processor_class is 'NoSuchProcessor', which the installed transformers does not have"),
     ],

@@ -11,19 +11,17 @@ from typing import Any
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-from pydantic import TypeAdapter
 
 from flatout.data.columns import PICTURES
 from flatout.data.pictures.processor import Picture
 from flatout.errors import DataError, ResourceError, SecurityError, counted
 from flatout.io.allowed import require_allowed
 from flatout.io.durable_io import DurableIO
-from flatout.io.json_file import read_json, validated
+from flatout.io.json_file import read_as
 
 PICTURE_FILES = "picture_files.json"
 """A file beside the columns of a store: each picture file's size, time of its last change in ns, and xxh3-128."""
 Files = dict[str, tuple[int, int, str]]
-_FILES = TypeAdapter(Files)
 _MOST_BYTES = 1 << 30
 _AS_READ_THEN = "its pictures are those that were read then: `data build --replace` reads them again"
 
@@ -41,7 +39,7 @@ def changed_pictures(folder: Path) -> tuple[str, str]:
     its time. What is gone cannot be compared.
     """
     try:
-        known = validated(_FILES, read_json(folder / PICTURE_FILES, DataError, max_bytes=_MOST_BYTES), "", DataError)
+        known = read_as(Files, folder / PICTURE_FILES, DataError, max_bytes=_MOST_BYTES)
     except (DataError, OSError):
         return "", _AS_READ_THEN  # pictures in the rows alone, or a build of an earlier version
     changed, touched, num_unknown = list[str](), Files(), 0

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 import xxhash
 
 from flatout.data.conversation import Origin, PictureSource
-from flatout.errors import DataError, UsageError, install, reason_of
+from flatout.errors import DataError, needs_extra, reason_of
 from flatout.io.allowed import require_allowed
 from flatout.io.near_path import expand_home
 
@@ -63,11 +63,9 @@ class PictureFile(NamedTuple):
 
 def require_pillow() -> Any:
     """Return the package that decodes pictures. Raises UsageError if it is not installed."""
-    try:
+    with needs_extra("a row with pictures", "images"):
         import PIL.Image  # lazy: nothing but pictures needs it
         import PIL.ImageOps
-    except ImportError:
-        raise UsageError(f"rows with pictures need Pillow; install it with: {install('images')}") from None
     return PIL
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 
 from flatout.config.folders import is_run_folder
@@ -211,7 +210,7 @@ def weight_files(name: str, revision: str | None) -> list[Path]:
     if index := hub_file(name, "model.safetensors.index.json", revision):
         content = read_json(index)
         weight_map = content.get("weight_map") if isinstance(content, dict) else content
-        shards = validated(TypeAdapter(dict[str, str]), weight_map, f"{index}: weight_map").values()
+        shards = validated(dict[str, str], weight_map, f"{index}: weight_map").values()
         files = {shard: hub_file(name, shard, revision) for shard in sorted(set(shards))}
         if absent := [shard for shard, file in files.items() if file is None]:
             raise CheckpointError(f"{index}: weight file {absent[0]} is missing; download or copy it again")

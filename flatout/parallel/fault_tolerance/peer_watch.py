@@ -10,25 +10,24 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in the stubs
 
 from flatout.config.parallel import FaultsConfig
 from flatout.environment import PARENT, SECRET, STATUS_BOARD, environment, master, whole_number
-from flatout.errors import FlatoutError, PeerLostError, PreemptedError
+from flatout.errors import FlatoutError, PeerLostError, PreemptedError, is_of_a_collective
 from flatout.io import bounded_wait
 from flatout.io.bounded_wait import BoundedWait
 from flatout.io.peer_sockets import PeerListener, listen
 from flatout.io.status_board import StatusBoard
 from flatout.parallel.control_group import ControlGroup
-from flatout.parallel.fault_tolerance.heartbeat import HeartbeatClient, HeartbeatServer, PeerFailure, RankStatus
+from flatout.parallel.fault_tolerance.heartbeat import Heartbeats, PeerFailure, RankStatus
 from flatout.parallel.process_group import join_group
 from flatout.parallel.rank import Rank
 
@@ -40,9 +39,6 @@ STACKS_SHARE = 0.6
 LONG_PHASES = frozenset({"start", "sample", "evaluate", "save", "finish"})
 # waiting for a step is reported once it takes this many times as long as the last one
 USUAL_STEPS = 3.0
-# RuntimeErrors from these modules are put down to a lost peer: gloo and process groups have no error class for it
-GLOO = "gloo/transport/"
-COLLECTIVES = ("torch.distributed", "flatout.parallel.control_group", "flatout.parallel.strategies.buckets")
 
 OnEvent = Callable[[str, Mapping[str, Any]], None]
 OnPeerLost = Callable[[PeerLostError], None]
@@ -96,7 +92,7 @@ class PeerWatch:
             # another process may have inherited the variable, but not the file
             with suppress(OSError, ValueError):
                 self._board = StatusBoard(whole_number(environment(), STATUS_BOARD))
-        self._heartbeats: HeartbeatServer | HeartbeatClient | None = None
+        self._heartbeats: Heartbeats | None = None
         self._group: ControlGroup | None = None
         self._lost_error: PeerLostError | None = None
         self._own_failure: tuple[str, int] | None = None
@@ -136,10 +132,7 @@ class PeerWatch:
 
     def event(self, kind: str, facts: Mapping[str, Any]) -> None:
         """Report an event of this rank on the first rank."""
-        if isinstance(self._heartbeats, HeartbeatClient):
-            self._heartbeats.event(kind, facts)
-        else:
-            self._on_event(kind, facts)
+        (self._on_event if self._heartbeats is None or self._rank.is_first else self._heartbeats.event)(kind, facts)
 
     def join(self, rank: Rank, device: torch.device) -> ControlGroup:
         """Join the other ranks and start watching them; all ranks call this together, and may call it repeatedly."""
@@ -156,25 +149,23 @@ class PeerWatch:
         # leave part of hang_s for detecting and reporting the loss
         hang_s, interval_s = self._faults.hang_s * 0.8, min(0.5, self._faults.hang_s / 10)
         host, secret = master()[0], environment().get(SECRET)
+        make = partial(Heartbeats, rank.index, rank.world, hang_s, every_s=interval_s, on_event=self._on_event)
         if rank.is_first:
             try:
-                listener = listen(host)  # this node's address only, so that other networks cannot reach it
+                socket_here = listen(host)  # this node's address only, so that other networks cannot reach it
             except OSError:
-                listener = listen("")  # the host name is a service's, which no interface of this node has
+                socket_here = listen("")  # the host name is a service's, which no interface of this node has
             if secret is None:
                 store.set("heartbeat/secret", secret := secrets.token_hex(32))
-            store.set("heartbeat/port", str(listener.getsockname()[1]))
-            peers = PeerListener(
-                listener,
-                secret,
-                lambda address, why: self._on_event("rejected_connection", {"address": address, "why": why}),
-            )
-            self._heartbeats = HeartbeatServer(peers, world=rank.world, hang_s=hang_s, on_event=self._on_event)
+            store.set("heartbeat/port", str(socket_here.getsockname()[1]))
+
+            def report(address: str, why: str) -> None:
+                self._on_event("rejected_connection", {"address": address, "why": why})
+
+            self._heartbeats = make(listener=PeerListener(socket_here, secret, report))
         else:
-            port = int(store.get("heartbeat/port"))
-            secret = secret or store.get("heartbeat/secret").decode()
-            address = host, port
-            self._heartbeats = HeartbeatClient(address, secret, rank=rank.index, hang_s=hang_s, every_s=interval_s)
+            address = host, int(store.get("heartbeat/port"))
+            self._heartbeats = make().connect(address, secret or store.get("heartbeat/secret").decode())
         self._thread = threading.Thread(None, self._watch, "watch", (self._heartbeats, interval_s), daemon=True)
         self._thread.start()
 
@@ -191,12 +182,7 @@ class PeerWatch:
             self.close()
             raise
         except BaseException as error:
-            modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
-            is_collective = isinstance(error, (PeerLostError, dist.DistError)) or (
-                isinstance(error, RuntimeError)
-                # a collective of an autograd function or a compiled layer has no frame of its own in the backward pass
-                and (GLOO in str(error) or any(name.startswith(COLLECTIVES) for name in modules))
-            )
+            is_collective = is_of_a_collective(error)
             if is_collective and self._thread is not None:
                 # the thread soon finds out which rank is lost
                 wait = BoundedWait(self._faults.hang_s + LEAVE_S, "faults.hang_s")
@@ -222,7 +208,7 @@ class PeerWatch:
         if self._lost_error is None:
             self._thread.join(timeout=LEAVE_S)
 
-    def _watch(self, heartbeats: HeartbeatServer | HeartbeatClient, interval_s: float) -> None:
+    def _watch(self, heartbeats: Heartbeats, interval_s: float) -> None:
         launcher, is_ours = os.getppid(), PARENT in environment()
         failure: PeerFailure | None = None
         while failure is None and not self._closing.is_set():
@@ -231,7 +217,7 @@ class PeerWatch:
             with suppress(OSError, ValueError, AttributeError):
                 faulthandler.dump_traceback_later(self._faults.hang_s * STACKS_SHARE)
             failure = heartbeats.poll(interval_s, self._status)
-            if failure is None and isinstance(heartbeats, HeartbeatServer):
+            if failure is None and self._rank.is_first:
                 failure = self._check_progress(heartbeats)
             if os.getppid() != launcher and not is_ours:
                 # the launcher is gone: save and stop; under flatout's own launcher the kernel sends SIGTERM
@@ -246,7 +232,7 @@ class PeerWatch:
             heartbeats.close()
             return
         failure = self._exact(failure)
-        if isinstance(heartbeats, HeartbeatServer):
+        if self._rank.is_first:
             heartbeats.broadcast(failure)
         rank, step = failure.rank, failure.status.step
         facts = {"rank": rank, "host": failure.host, "step": step + 1, "phase": failure.status.phase}
@@ -271,9 +257,11 @@ class PeerWatch:
         step, phase = exact
         return replace(failure, status=replace(failure.status, step=step, phase=phase), is_exact=True)
 
-    def _check_progress(self, server: HeartbeatServer) -> PeerFailure | None:
+    def _check_progress(self, heartbeats: Heartbeats) -> PeerFailure | None:
         """Return a failure for the rank furthest behind once no rank has moved for long; report long waits before."""
-        ranks = {rank: (one.status, one.changed_at, one.host) for rank, one in server.peers.items() if not one.has_left}
+        ranks = {
+            rank: (one.status, one.changed_at, one.host) for rank, one in heartbeats.peers.items() if not one.has_left
+        }
         ranks[0] = self._status, self._changed_at, socket.gethostname()
         statuses = [status for status, _, _ in ranks.values()]
         setting = "long_phase_s" if any(status.phase in LONG_PHASES for status in statuses) else "stall_s"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flatout.config.deepspeed import fill, stage_of
-from flatout.errors import Fix, UsageError
+from flatout.errors import Fix, UsageError, needs_extra
 from flatout.parallel.strategies.protocol import Strategy, oom_as_resource_error
 
 STEP = "step"
@@ -39,12 +39,8 @@ class DeepSpeed(Strategy):
     def prepare(
         self, model: nn.Module, blocks: Sequence[nn.Module], make_optimizer: Callable[[], Optimizer]
     ) -> tuple[nn.Module, Optimizer]:
-        try:
+        with needs_extra("strategy: deepspeed", "deepspeed", Fix({"strategy": "zero3"})):
             import deepspeed
-        except ImportError as error:
-            raise UsageError(
-                f"strategy: deepspeed: {error}; install flatout[deepspeed]", [Fix({"strategy": "zero3"})]
-            ) from error
         # DeepSpeed leaves buffers as they are: its stage 3 would gather frozen one-byte parameters (codes of quantized
         # weights), and gloo does not support float8
         for module in model.modules():

@@ -29,8 +29,8 @@ from flatout.data.workers import usable_procs
 from flatout.environment import environment_of_child
 from flatout.errors import Fix, UsageError
 from flatout.io.bounded_wait import to_stderr
-from flatout.io.no_gpu import VISIBLE
-from flatout.io.own_files import start_python
+from flatout.io.gpu_driver import VISIBLE
+from flatout.io.own_files import kill_group, start_python
 from flatout.io.redact import printable
 from flatout.rollout.rewards.child import COMMAND, FILE_ENCODING
 from flatout.rollout.rewards.model import RewardModel
@@ -164,8 +164,8 @@ class _Child:
         with suppress(subprocess.TimeoutExpired):
             process.wait(wait_s)
         code = process.returncode
-        with suppress(ProcessLookupError, subprocess.TimeoutExpired):  # it leads a group of its own
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_group(process)
+        with suppress(subprocess.TimeoutExpired):
             process.wait(END_S)
         if code is None:
             return "broke the connection to its process"

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flatout.errors import UsageError, install
+from flatout.errors import UsageError, needs_extra
 
 Row = Mapping[str, Any]
 # commas are between thousands; .5 does not follow a name or a dot
@@ -87,13 +87,11 @@ def json_schema(answer: str, row: Row, *, is_valid: Callable[[Any], bool]) -> bo
 
 
 def _validator(schema: Row) -> Callable[[Any], bool]:
-    try:
+    with needs_extra("kind: json_schema", "jsonschema"):
         from jsonschema import SchemaError
         from jsonschema.validators import validator_for
         from referencing import Registry
         from referencing.exceptions import Unresolvable
-    except ImportError:
-        raise UsageError(f"kind: json_schema needs the package jsonschema; {install('jsonschema')}") from None
     kind = validator_for(schema)
     # an empty registry: no address is fetched
     is_valid: Callable[[Any], bool] = kind(schema, registry=Registry()).is_valid

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from flatout.checkpoint.resume_check import OtherRunError, config_changes, refuse_changes, refuse_other_data
+from flatout.checkpoint.resume_check import OtherRunError, config_changes, fingerprint_changes, refuse_changes
 from flatout.config.schema import Config
 from flatout.config.table import RESUME_EFFECTS
 from flatout.errors import CheckpointError
@@ -111,36 +111,39 @@ OLD = {"data": {"name": "alpaca", "num_samples": 52002, "fingerprint": "aa11"}, 
 NEW = {"data": {"name": "alpaca", "num_samples": 51000, "fingerprint": "bb22"}, "plan": "p2"}
 
 
+def refuse_other(saved: dict[str, Any], now: dict[str, Any], *allow: str, **sections: Any) -> None:
+    """Refuse as a start does whose settings differ by `sections`."""
+    settings = config_changes(dump(), dump(**sections))
+    allow += tuple(change.key for change in settings)
+    refuse_changes([*settings, *fingerprint_changes(saved, now, settings)], allow)
+
+
 def test_other_data_is_refused_with_name_and_rows():
-    refuse_other_data(OLD, dict(OLD))
+    refuse_other(OLD, dict(OLD))
     with pytest.raises(OtherRunError) as raised:
-        refuse_other_data(OLD, NEW)
+        refuse_other(OLD, NEW)
     message = str(raised.value)
     assert "data: name alpaca, num_samples 52002, fingerprint aa11 in the checkpoint" in message
     assert "name alpaca, num_samples 51000, fingerprint bb22 now" in message
-    assert raised.value.fixes[0].settings == {"checkpoint.allow_change": ["data", "plan"]}
+    # the plan follows from the data
+    assert raised.value.fixes[0].settings == {"checkpoint.allow_change": ["data"]}
+    refuse_other(OLD, NEW, "data")
 
 
-def test_each_part_that_differs_is_named():
-    old, new = ({**OLD, "objective": name, "optim": name} for name in ("a", "b"))
-    with pytest.raises(OtherRunError, match=r"^the objective and the optim differ from what"):
-        refuse_other_data(old, new)
-    with pytest.raises(OtherRunError, match=r"^the data and the objective differ from what"):
-        refuse_other_data(OLD, {**NEW, "objective": "b"})
+def test_all_that_differs_is_named_at_once():
+    old, new = ({**OLD, "objective": name, "model": {"config.json": name, "a": name}} for name in ("a", "b"))
+    with pytest.raises(OtherRunError, match=r"model: a: a in the checkpoint, b now") as raised:
+        refuse_other(old, {**new, "eval_data": "e1"})
+    assert r"eval_data: (absent) in the checkpoint, e1 now" in str(raised.value)
+    assert raised.value.fixes[0].settings == {"checkpoint.allow_change": ["eval_data", "model", "objective"]}
+    refuse_other(old, new, "model", "objective")
 
 
 def test_a_plan_alone_is_refused_unless_a_named_change_explains_it():
     now = {**OLD, "plan": "p2"}
     with pytest.raises(CheckpointError, match="plan: p1 in the checkpoint, p2 now"):
-        refuse_other_data(OLD, now)
-    harmless = config_changes(dump(), dump(name="other"))
+        refuse_other(OLD, now)
     with pytest.raises(CheckpointError, match="plan: p1"):
-        refuse_other_data(OLD, now, explained_by=harmless)
-    refuse_other_data(OLD, now, explained_by=config_changes(dump(), dump(batch={"samples_per_step": 8})))
-    refuse_other_data(OLD, now, allow=["plan"])
-
-
-def test_allowed_data_explains_the_plan_and_a_missing_fingerprint_is_told():
-    refuse_other_data(OLD, NEW, allow=["data"])
-    with pytest.raises(CheckpointError, match=r"eval_data: \(absent\) in the checkpoint, e1 now"):
-        refuse_other_data(OLD, {**OLD, "eval_data": "e1"})
+        refuse_other(OLD, now, name="other")
+    refuse_other(OLD, now, batch={"samples_per_step": 8})
+    refuse_other(OLD, now, "plan")

@@ -106,7 +106,7 @@ def test_a_bad_sample_is_one_bad_row_and_the_next_is_read(tmp_path):
         (4, {"text": "four"})
     ]
     assert [message.removeprefix(f"{tmp_path}/x.tar") for message in bad] == [
-        "/1.json:1:8: expected a value",
+        "/1.json:1:8: expected value",
         "/2.txt: invalid UTF-8 at byte 3; convert the file to UTF-8",
         ":3: two files of sample 3 give column 'text'",
     ]

@@ -64,7 +64,7 @@ def test_an_unknown_name_lists_the_known_ones(tmp_path):
 
 
 BROKEN = [
-    ('[{"name": "a",}]', ": not readable as JSON: 1:15: expected a key in double quotes; remove the comma before it"),
+    ('[{"name": "a",}]', ": not readable as JSON: 1:15: trailing comma"),
     ("{}", ": expected a list of entries; repair it by hand, or move it away and build again"),
     ("[5]", ": entry 1 is not an object with a name; remove it"),
 ]

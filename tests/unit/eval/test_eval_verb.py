@@ -161,7 +161,7 @@ def test_without_lm_eval_the_error_says_what_to_install(tiny, capsys, monkeypatc
     monkeypatch.setitem(__import__("sys").modules, "lm_eval.tasks", None)
     assert main(["eval", str(tiny.model_dir), "--tasks", "arc_easy", "--device", "cpu"]) == 2
     error = capsys.readouterr().err
-    assert "--tasks needs lm-eval" in error
+    assert "--tasks needs the package lm_eval" in error
     assert install("eval") in error
 
 

@@ -101,14 +101,14 @@ def test_a_repository_is_replaced_only_when_asked(run_dir, hub, capsys):
 
 FAILURES: list[tuple[str, str | None, dict[str, int], int, str]] = [
     ("mine", None, {}, 2, "set HF_TOKEN"),
-    ("mine", "hf_wrong_token_of_a_user", {}, 2, "does not accept the token (401)"),
+    ("mine", "hf_wrong_token_of_a_user", {}, 2, "set HF_TOKEN to a valid one"),
     ("mine", TOKEN, {"/api/whoami": 503}, 6, "answers with an error (503)"),
-    ("not a name", TOKEN, {}, 2, "'not a name' is not the name of a repository"),
-    ("mine", TOKEN, {"gone": 0}, 6, "cannot be reached"),
-    ("mine", TOKEN, {"/commit/": 412}, 2, "refuses to take someone/mine (412)"),
-    ("mine", READ_TOKEN, {}, 2, "may not write to someone/mine (403)"),
-    ("other-org/mine", TOKEN, {}, 2, "may not write to other-org/mine (403)"),
-    ("a/b/c", TOKEN, {}, 2, "is not the name of a repository"),
+    ("not a name", TOKEN, {}, 2, "'not a name' was not pushed: it is not a hub id"),
+    ("mine", TOKEN, {"gone": 0}, 6, "does not answer within"),
+    ("mine", TOKEN, {"/commit/": 412}, 2, "'someone/mine' was not pushed: the hub rejects it (412)"),
+    ("mine", READ_TOKEN, {}, 2, "(403)"),
+    ("other-org/mine", TOKEN, {}, 2, "(403)"),
+    ("a/b/c", TOKEN, {}, 2, "is not a hub id"),
     ("mine", TOKEN, {"/lfs/": 403}, 2, "(403)"),
 ]
 
@@ -143,7 +143,7 @@ def test_a_hub_that_answers_something_else_is_one_sentence(run_dir, hub, path, c
     hub.odd = {path: content}
     assert main(["push", str(run_dir), "mine", "--base", "someone/base"]) == 6
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith(f"error: {hub.address} does not answer as a hub does")
+    assert f"{hub.address} does not answer as a hub does" in error
     assert TOKEN not in error
     hub.odd = {}
     assert main(["push", str(run_dir), "mine", "--base", "someone/base", "--replace"]) == 0
@@ -168,7 +168,7 @@ def test_a_hub_that_goes_silent_is_told_and_bounded(
     assert time.monotonic() - started_s < 30
     said = capsys.readouterr().err
     assert f"... {'asking the hub' if 'whoami' in path else 'uploading to the hub'}" in " ".join(said.split())
-    assert f"{hub.address} cannot be reached" in said.splitlines()[-1]
+    assert f"{hub.address} does not answer within" in said.splitlines()[-1]
 
 
 def test_what_is_wrong_with_the_run_is_said_before_the_hub_is_asked(run_dir, hub, tmp_path, capsys):

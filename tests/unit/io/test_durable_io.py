@@ -179,7 +179,7 @@ def test_hostile_and_broken_files_are_named_not_parsed(tmp_path):
 def test_broken_json_is_named(tmp_path):
     path = tmp_path / "state.json"
     cases = {
-        "1:2: expected a key in double quotes": b"{a",
+        "1:2: key must be a string": b"{a",
         "write it as UTF-8": b"\xff\xfe\x00",
         "surrogate": b'{"a": "\\ud800"}',
         "nested too deeply": b"[" * 100_000,

@@ -89,7 +89,7 @@ def flatout(address: str, home: Path, *arguments: str) -> subprocess.CompletedPr
     [
         pytest.param("silent", 6, "does not answer within 1 s", marks=pytest.mark.exhaustive),
         pytest.param("gone", 6, "does not answer within 1 s", marks=pytest.mark.exhaustive),
-        pytest.param("refusing", 2, "the hub rejects it: ", marks=pytest.mark.exhaustive),
+        pytest.param("refusing", 2, "the hub rejects it (404): ", marks=pytest.mark.exhaustive),
         pytest.param("listing", 6, "does not answer as a hub does", marks=pytest.mark.exhaustive),
     ],
 )

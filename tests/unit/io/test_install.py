@@ -29,7 +29,9 @@ def test_elsewhere_the_packages_are_named(tmp_path, monkeypatch):
 def test_every_extra_that_an_error_names_exists():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     texts = [path.read_text() for path in (ROOT / "flatout").rglob("*.py")]
-    named = {extra for text in texts for extra in re.findall(r"install\('([a-z]+)'\)", text)}
+    named = {
+        extra for text in texts for extra in re.findall(r"""(?:install\(|needs_extra\(".*?", )['"]([a-z]+)['"]""", text)
+    }
     assert {"images", "studio", "remote", "eval", "gguf"} <= named
     assert named <= declared.keys()
 

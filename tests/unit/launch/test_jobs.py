@@ -249,7 +249,7 @@ def test_the_verb_writes_and_submits_nothing(tmp_path, capsys):
     assert main(["launch", str(config), "--kubernetes", "--runtime", "own"]) == 2
     assert "--runtime needs --train-job" in capsys.readouterr().err
     assert main(["launch", str(config), "--kubernetes", "--train-job", "--runtime", "own"]) == 0
-    assert "name: own" in capsys.readouterr().out
+    assert 'name: "own"' in capsys.readouterr().out
 
 
 def test_train_in_tmux_dry(tmp_path, capsys):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flatout.io.peer_sockets import PeerListener, listen
-from flatout.parallel.fault_tolerance.heartbeat import HeartbeatClient, HeartbeatServer, PeerFailure, RankStatus
+from flatout.parallel.fault_tolerance.heartbeat import Heartbeats, PeerFailure, RankStatus
 
 WORKING = RankStatus(0, "step")
 SECRET = "0123456789abcdef"
@@ -35,16 +35,15 @@ class Group:
         self.dropped: list[str] = []
         listener = PeerListener(listen("127.0.0.1"), SECRET, lambda _, why: self.dropped.append(why))
         self.address = listener.socket.getsockname()
-        self.server = HeartbeatServer(
-            listener, world=world, hang_s=hang_s, on_event=lambda *told: self.events.append(told), clock=self.clock
+        self.server = Heartbeats(
+            0, world, hang_s, listener=listener, on_event=lambda *told: self.events.append(told), clock=self.clock
         )
         # one waits for its welcome, so it comes from a thread
         with ThreadPoolExecutor(1) as thread:
-            self.clients: list[HeartbeatClient] = []
+            self.clients: list[Heartbeats] = []
             for rank in range(1, world):
-                coming = thread.submit(
-                    HeartbeatClient, self.address, SECRET, rank=rank, hang_s=hang_s, clock=self.clock
-                )
+                heartbeats = Heartbeats(rank, world, hang_s, clock=self.clock)
+                coming = thread.submit(heartbeats.connect, self.address, SECRET)
                 self.until(coming.done)
                 self.clients.append(coming.result())
 
@@ -99,7 +98,7 @@ def test_marks_arrive_and_nobody_is_lost():
 def test_a_closed_connection_is_a_death_told_to_all():
     group = Group(3)
     group.meet(RankStatus(4, "sum"), 1, 2)
-    group.clients[0]._connection.close()  # as the kernel does for a killed process
+    group.clients[0].peers[0].connection.close()  # as the kernel does for a killed process
     failure = group.lost()
     assert (failure.rank, failure.how, failure.status) == (1, "died", RankStatus(4, "sum"))
     assert "rank 1 on" in str(failure)
@@ -151,7 +150,7 @@ def test_who_failed_by_itself_comes_before_who_died_of_it():
     group = Group(3)
     one, two = group.clients
     two.fail("RuntimeError: no", 7, WORKING)
-    one._connection.close()
+    one.peers[0].connection.close()
     # both have arrived before rank 0 looks
     sockets = [peer.connection.socket for peer in group.server.peers.values()]
     for _ in group.beating():
@@ -205,7 +204,7 @@ def test_who_is_no_rank_of_the_run_is_turned_away(hello):
         b'{"status": {"step": "x", "phase": "", "waits": 0, "num_changes": 0}}',
         b'{"status": {"step": Infinity}}',
         b'{"event": "x", "facts": [1]}',
-        b'{"failed": "x"}',
+        b'{"failure": {"rank": 1}}',
     ],
 )
 def test_a_rank_that_sends_nonsense_is_lost_and_rank_0_goes_on(line):

@@ -136,7 +136,7 @@ def test_an_error_of_its_own_stays_what_it_is_whatever_it_says(pair):
 def test_a_lost_peer_is_told_from_a_backward_pass_that_has_no_frame_of_a_collective(pair):
     """As under context.parallel and experts.parallel: gloo raises from C++, with the place in its source."""
     both = pair()
-    both.watches[1]._heartbeats._connection.socket.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+    both.watches[1]._heartbeats.peers[0].connection.socket.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
     with pytest.raises(PeerLostError, match=r"rank 1 on .* died") as caught, both.watches[0].guard():
         raise RuntimeError("[/x/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242")
     assert caught.value.rank == 1
@@ -152,7 +152,7 @@ def test_a_dead_rank_is_named_with_the_step_that_it_was_in(pair, monkeypatch, ha
     both = pair()
     both.until(lambda: both.watches[0]._heartbeats.peers)  # type: ignore[union-attr]
     both.watches[1].set_phase("step", 41)
-    both.watches[1]._heartbeats._connection.socket.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
+    both.watches[1]._heartbeats.peers[0].connection.socket.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]
     both.until(lambda: both.left[0])
     said = "died in step 42, phase step" if has_board else "died; last heard of in step "
     assert said in str(both.left[0][0])

@@ -65,7 +65,7 @@ def test_what_flatout_did_not_write_is_counted_or_named(tmp_path):
     lines = [{"kind": "step", "loss": 1}, {"kind": "other"}, {"loss": 2}, {"kind": "eval", "step": "x"}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert read_run(tmp_path).num_bad_lines == 4
-    for text, why in (("[]", "should be a dictionary"), ("{", "JSON"), ("{}", "name: Field required")):
+    for text, why in (("[]", "should be an object"), ("{", "JSON"), ("{}", "name: Field required")):
         (tmp_path / "start.json").write_text(text)
         log = read_run(tmp_path)
         assert re.search(f"start.json.*{why}.*; repair the file", log.problems["start.json"])

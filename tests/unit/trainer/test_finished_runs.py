@@ -109,7 +109,7 @@ def test_one_flipped_bit_of_the_base_model_is_found(run, tmp_path):
             if not complete:
                 as_after(run.folder, 2)
             with pytest.raises(
-                CheckpointError, match=r"base model's files .*:\n.*model\.safetensors(.*\n)*.*=\[model\]"
+                CheckpointError, match=r"differs from the checkpoint.s:\n.*model\.safetensors(.*\n)*.*=\[model\]"
             ):
                 train(run)
     finally:

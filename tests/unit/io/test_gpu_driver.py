@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from flatout.launch.gpu_driver import open_gpu
+from flatout.io.gpu_driver import certain_reason, open_gpu
 
 DRIVER = """
 #include <stdio.h>
@@ -37,7 +37,7 @@ def driver(tmp_path):
 @pytest.mark.parametrize(("index", "retained"), [(0, ["retain 10 LAZY"]), (3, ["retain 13 LAZY"]), (4, [])])
 def test_the_primary_context_of_the_ranks_gpu_is_made_on_a_thread(driver, tmp_path, index, retained):
     calls = tmp_path / "calls"
-    code = f"from flatout.launch.gpu_driver import open_gpu\nopen_gpu({index}, {str(driver)!r}).join()"
+    code = f"from flatout.io.gpu_driver import certain_reason, open_gpu\nopen_gpu({index}, {str(driver)!r}).join()"
     env = {**os.environ, "CALLS": str(calls)}
     env.pop("CUDA_MODULE_LOADING", None)
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=60)
@@ -57,3 +57,22 @@ def test_a_machine_without_the_driver_goes_on(monkeypatch):
     thread.join(10)
     assert not thread.is_alive()
     assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"
+
+
+@pytest.mark.parametrize(
+    ("env", "cuda", "driver", "said"),
+    [
+        ({}, None, "libc.so.6", "torch 2.13.0 is a build for CPUs"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "12.8", "libc.so.6", "CUDA_VISIBLE_DEVICES= hides all GPUs; unset it"),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, "12.8", "libc.so.6", "CUDA_VISIBLE_DEVICES=-1 hides all GPUs"),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, "12.8", "libabsent.so.1", "there is no NVIDIA driver"),
+    ],
+)
+def test_the_cause_is_named(env, cuda, driver, said):
+    found = certain_reason(env, "2.13.0", cuda, driver)
+    assert found is not None
+    assert found.startswith(said)
+
+
+def test_a_driver_that_is_there_is_asked_by_those_who_start_it():
+    assert certain_reason({"CUDA_VISIBLE_DEVICES": "0,1"}, "2.13.0", "12.8", "libc.so.6") is None

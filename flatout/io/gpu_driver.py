@@ -1,17 +1,20 @@
-"""Why there is no GPU: in one sentence, from what torch, the environment and the driver say."""
+"""The GPU driver, called without torch: how many GPUs there are, why there is none, one opened while torch loads."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
+from threading import Thread
 
-from flatout.environment import environment
+from flatout.environment import environment, set_environment
 from flatout.errors import Fix, ResourceError
 
 DRIVER = "libcuda.so.1"
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+LAZY_LOADING = "CUDA_MODULE_LOADING"
 _NO_DEVICE = 100
 
 
@@ -64,3 +67,33 @@ def _torch_build() -> tuple[str, str | None]:
         return torch.__version__, torch.version.cuda
     version = metadata.version("torch")
     return version, None if "+cpu" in version or sys.platform == "darwin" else "of its version"
+
+
+def count_gpus() -> int:
+    """Return how many GPUs the driver shows this process (CUDA_VISIBLE_DEVICES). Raises OSError without the driver."""
+    cuda, count = ctypes.CDLL(DRIVER), ctypes.c_int()
+    cuda.cuInit(0)
+    cuda.cuDeviceGetCount(ctypes.byref(count))
+    return count.value
+
+
+def open_gpu(index: int, driver: str = DRIVER) -> Thread:
+    """Make the context of the GPU with this index on a thread: the one that torch will use, its primary context.
+
+    Other threads run meanwhile. Without the driver or the GPU nothing happens, as torch reports that later. Kernels are
+    loaded when they are first called, as torch asks for, too.
+    """
+    if LAZY_LOADING not in environment():
+        set_environment({LAZY_LOADING: "LAZY"})
+
+    def open_it() -> None:
+        with suppress(OSError, AttributeError):
+            # calls through ctypes.CDLL release the interpreter's lock
+            cuda = ctypes.CDLL(driver)
+            device, context = ctypes.c_int(), ctypes.c_void_p()
+            if cuda.cuInit(0) == 0 and cuda.cuDeviceGet(ctypes.byref(device), index) == 0:
+                cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
+
+    thread = Thread(target=open_it, name="flatout-gpu", daemon=True)
+    thread.start()
+    return thread
