@@ -13,53 +13,14 @@ from typing import Any
 
 import pytest
 
-from flatout.cli.main import main
 from flatout.data import templates
 from flatout.data.templates.template import OURS
-from flatout.data.token_store import TokenStore
-from flatout.io.json_file import read_json
 from tests.usual import every
 
 Row = dict[str, Any]
 QUESTION, GOOD = {"role": "user", "content": "q"}, {"role": "assistant", "content": "good"}
 BAD = {"role": "assistant", "content": "bad"}
 HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "good"}
-
-
-class Built:
-    """One build: exit code, what it printed, each sample as (text, text with loss), and what it says to try."""
-
-    def __init__(self, code: int, printed: str, samples: list[tuple[str, str]], counts: dict[str, int]) -> None:
-        self.code, self.printed, self.samples, self.counts = code, " ".join(printed.split()), samples, counts
-        steps = (line.partition("  # ")[0].split()[1:] for line in printed.splitlines() if line.startswith("  try "))
-        self.tries = [words for words in steps if words != ["--yes"]]
-
-    @property
-    def learnt(self) -> list[str]:
-        return [labels for _, labels in self.samples]
-
-
-@pytest.fixture
-def build(tmp_path, small_tokenizer_dir, small_tokenizer, monkeypatch, capsys):
-    """Runs the command on rows, or on a file that is there."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(rows: list[Row] | None, *options: str, file: str = "rows.jsonl", template: str = "chatml") -> Built:
-        if rows is not None:
-            Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        command = ["data", "build", file, "--tokenizer", str(small_tokenizer_dir), "--template", template]
-        code = main([*command, "--name", "x", "--replace", "--num-procs", "1", *options])
-        out, err = capsys.readouterr()
-        if code:
-            return Built(code, out + err, [], {})
-        store = TokenStore.open(Path("data/built_dataset/x"))
-        samples = []
-        for index in range(store.num_samples):
-            ids, mask = store.sample(index).pair
-            samples.append((small_tokenizer.decode(ids), small_tokenizer.decode(ids[mask])))
-        return Built(code, out + err, samples, read_json(Path("data/built_dataset/x/report.json"))["counts"])
-
-    return run
 
 
 def chat(**flag: Any) -> Row:
@@ -445,7 +406,7 @@ def test_turns_as_a_struct_of_lists(build):
 
     turns = {"role": ["user", "assistant"], "content": ["q", "good"], "train": [None, True]}
     pq.write_table(pa.table({"messages": [turns, turns]}), "rows.parquet")
-    built = build(None, file="rows.parquet")
+    built = build(None, path="rows.parquet")
     assert (built.code, built.learnt) == (0, build([{"messages": [QUESTION, GOOD]}] * 2).learnt)
     uneven = build([{"messages": {"role": ["user", "assistant"], "content": ["q"]}}])
     assert (uneven.code, "different lengths (role 2, content 1)" in uneven.printed) == (3, True)

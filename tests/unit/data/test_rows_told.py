@@ -7,7 +7,6 @@ it goes through `flatout data build`; what is trained is compared with texts wri
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,6 @@ from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
 import flatout
-from flatout.cli.main import main
 from flatout.config.schema import DataConfig
 from flatout.data.build import open_or_build
 from flatout.data.token_store import TokenStore
@@ -31,58 +29,6 @@ Row = dict[str, Any]
 PROMPT = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 OTHER = "<start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n"
 CHATML = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-
-
-class Built:
-    """A command: exit code, what it printed, and of each sample its text, the text with loss, and label or class.
-
-    `steps` are the command with what its error says to try.
-    """
-
-    def __init__(self, words: list[str], code: int, printed: str) -> None:
-        self.code, self.printed = code, " ".join(printed.split())
-        tries = [line.partition("  # ")[0] for line in printed.splitlines() if line.startswith("  try ")]
-        self.steps = [words + shlex.split(line)[1:] for line in tries]
-        self.samples, self.labels = list[tuple[str, str]](), list[int]()
-
-
-Build = Callable[..., Built]
-
-
-@pytest.fixture
-def run(tmp_path, small_tokenizer, monkeypatch, capsys):
-    """Runs a command and reads the data set x."""
-    monkeypatch.chdir(tmp_path)
-
-    def command(words: list[str]) -> Built:
-        code = main(words)
-        out, err = capsys.readouterr()
-        built = Built(words, code, out + err)
-        if code:
-            return built
-        store = TokenStore.open(Path("data/built_dataset/x"))
-        pairs = [store.sample(index).pair for index in range(store.num_samples)]
-        built.samples = [(small_tokenizer.decode(ids), small_tokenizer.decode(ids[mask])) for ids, mask in pairs]
-        built.labels = next((store.extra[name].tolist() for name in ("label", "class") if name in store.extra), [])
-        return built
-
-    return command
-
-
-@pytest.fixture
-def build(run, small_tokenizer_dir):
-    """Runs `flatout data build` on rows, or on files that are there."""
-
-    def command(
-        rows: list[Row] | None, *options: str, path: str = "rows.jsonl", template: str | None = "chatml"
-    ) -> Built:
-        if rows is not None:
-            Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        named = ["--template", template] if template else []
-        words = ["data", "build", path, "--tokenizer", str(small_tokenizer_dir), "--name", "x", "--replace", *named]
-        return run([*words, "--num-procs", "1", *options])
-
-    return command
 
 
 def turns(asked: str, answer: str) -> list[Row]:
@@ -208,17 +154,17 @@ def test_a_bad_answer_is_never_learnt_in_silence(build, run, verdict):
     done = {" ".join(step[-4:]): run(step) for step in refused.steps}
     learns = [built for words, built in done.items() if "--format kto" in words]
     assert [(built.code, built.labels) for built in learns] == [(0, [1, 0])]
-    assert [learnt for _, learnt in learns[0].samples] == ["good one<|im_end|>", "bad one<|im_end|>"]
+    assert learns[0].learnt == ["good one<|im_end|>", "bad one<|im_end|>"]
     left_out = next(built for words, built in done.items() if words.endswith("--on-bad-row skip"))
-    assert [learnt for _, learnt in left_out.samples] == ["good one<|im_end|>"]
+    assert left_out.learnt == ["good one<|im_end|>"]
     ignored = next(built for words, built in done.items() if words.endswith("=ignored"))
-    assert [learnt for _, learnt in ignored.samples] == ["good one<|im_end|>", "bad one<|im_end|>"]
+    assert ignored.learnt == ["good one<|im_end|>", "bad one<|im_end|>"]
 
 
 @pytest.mark.parametrize("verdict", usual(GOOD, [GOOD[0], GOOD[2], GOOD[5], GOOD[-2], GOOD[-6]]), ids=str)
 def test_what_is_no_bad_verdict_is_trained(build, verdict):
     built = build([{**ASKED, **MADE, **verdict}])
-    assert [learnt for _, learnt in built.samples] == ["bad one<|im_end|>"], built.printed
+    assert built.learnt == ["bad one<|im_end|>"], built.printed
 
 
 def test_the_label_of_a_text_is_its_class(build):
@@ -338,7 +284,7 @@ def test_files_named_for_testing_are_left_out_and_told(build, names, path, train
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps({"instruction": "q", "output": name.removesuffix(".jsonl")}) + "\n")
     built = build(None, path=path)
-    assert [learnt for _, learnt in built.samples] == [f"{name}<|im_end|>" for name in trained]
+    assert built.learnt == [f"{name}<|im_end|>" for name in trained]
     assert said in built.printed
 
 
@@ -387,7 +333,7 @@ def test_a_table_named_txt_gets_a_word(build):
     Path("q.txt").write_text("q1\ta1\nq2\ta2\n")
     assert "text files have a tab in each line" in build(None, path="q.txt").printed
     Path("q.tsv").write_text("instruction\toutput\nq1\ta1\nq2\ta2\n")
-    assert [learnt for _, learnt in build(None, path="q.tsv").samples] == ["a1<|im_end|>", "a2<|im_end|>"]
+    assert build(None, path="q.tsv").learnt == ["a1<|im_end|>", "a2<|im_end|>"]
     Path("q.txt").write_text("words\nand\ta tab\n")
     assert "tab in each line" not in build(None, path="q.txt").printed
 
@@ -397,7 +343,7 @@ def test_a_list_of_rows_is_read_whatever_its_name(build, indent):
     rows = [{"instruction": "q", "output": f"a{n}"} for n in range(12)]
     Path("rows.jsonl").write_text(json.dumps(rows, indent=indent))
     built = build(None)
-    assert [learnt for _, learnt in built.samples] == [f"a{n}<|im_end|>" for n in range(12)]
+    assert built.learnt == [f"a{n}<|im_end|>" for n in range(12)]
     Path("rows.jsonl").write_text(json.dumps(rows, indent=indent)[:-3])
     assert build(None).code == 3
 
