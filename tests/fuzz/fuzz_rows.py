@@ -14,58 +14,10 @@ from typing import Any
 
 from fuzz_hostile import VALUES, Mutation, damages, mutations
 from fuzz_judge import Case
-from fuzz_world import World, both
+from fuzz_world import CASES, World, both
 
 _BUILD = ("--tokenizer", "model", "--name", "new", "--num-procs", "1")
-_CALL = {"type": "function", "id": "c1", "function": {"name": "get", "arguments": {"city": "Rome"}}}
-# without tool calls where the tiny tokenizer's template has no place for them
-_ROWS: dict[str, Any] = {
-    "alpaca": {"instruction": "Add two and two.", "input": "", "output": "Four."},
-    "sharegpt": {"conversations": [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "Hello."}]},
-    "messages": {"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]},
-    "prompt_completion": {"prompt": "Two and two?", "completion": "Four."},
-    "pair": {"prompt": "Hi.", "chosen": "Hello.", "rejected": "No.", "margin": 0.5},
-    "whole pair": {
-        "chosen": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}],
-        "rejected": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "No."}],
-        "score_chosen": 8, "score_rejected": 2.5,
-    },
-    "ranking": {"instruction": "Hi.", "completions": [
-        {"response": "Hello.", "overall_score": 8}, {"response": "No.", "overall_score": 2}, {"response": "Yes.",
-         "overall_score": 5}]},
-    "labelled": {"conversations": [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "No."}], "kto_tag": 0},
-    "text": {"text": "Once there was a fox."},
-    "tokens": {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, 8]},
-    "tools": {
-        "messages": [
-            {"role": "user", "content": "Weather?"},
-            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-            {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
-            {"role": "assistant", "content": "Sunny."},
-        ],
-        "tools": [{"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}],
-    },
-    "flags": {
-        "messages": [
-            {"role": "user", "content": "Hi.", "lang": "en"},
-            {"role": "assistant", "content": "Hello.", "train": True, "weight": 1,
-             "train_detail": [{"begin_offset": 0, "end_offset": 3, "train": True}]},
-        ],
-        "images": [],
-        "chat_template_kwargs": {},
-    },
-    "anthropic": {
-        "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},
-            {"role": "assistant", "content": [
-                {"type": "thinking", "thinking": "I ask.", "signature": "x"},
-                {"type": "tool_use", "id": "c1", "name": "get", "input": {"city": "Rome"}}]},
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "sunny"}]},
-            {"role": "assistant", "content": "Sunny."},
-        ],
-        "tools": [{"name": "get", "input_schema": {"type": "object"}}],
-    },
-}  # fmt: skip
+_ROWS: dict[str, Any] = CASES["rows"]
 _NO_MEDIA = (
     "null", "zero", "false", "empty-text", "space", "empty-list", "list-of-null", "deep-list", "empty-map",
     "map-of-null",
@@ -239,7 +191,7 @@ def _files(world: World) -> Iterator[Case]:
         "bytes in parquet": ("rows.parquet", _parquet([{"instruction": b"\xff", "output": b"\xfe"}]), "refuse"),
     }.items():
         yield _case(world, name, file, content, must, (file,))
-    for option, values in _OPTIONS.items():
+    for option, values in CASES["options"].items():
         for value, must in values.items():
             yield _case(
                 world,
@@ -271,22 +223,3 @@ def _parquet(rows: list[dict[str, Any]], names: list[str] | None = None) -> byte
     written = io.BytesIO()
     pq.write_table(table, written)
     return written.getvalue()
-
-
-_OPTIONS = {
-    "-n": {"0": "refuse", "-1": "refuse", "x": "refuse", "99999999999999999999": "either", "1.5": "refuse"},
-    "--seed": {"-1": "refuse", "x": "refuse", "99999999999999999999999": "either"},
-    "--format": {"zebra": "refuse", "": "refuse", "oasst": "refuse", "tokens": "refuse"},
-    "--column": {"zebra": "refuse", "instruction=zebra": "refuse", "=": "refuse", "zebra=input": "either"},
-    "--weight": {"0": "refuse", "-1": "refuse", "nan": "refuse", "inf": "refuse", "x": "refuse", "1e308": "refuse"},
-    "--template": {"zebra": "refuse", "": "refuse", "model": "refuse", "no.jinja": "refuse", "/": "refuse"},
-    "--loss-type": {"zebra": "refuse", "": "refuse"},
-    "--max-tokens": {"-1": "refuse", "1": "refuse", "x": "refuse", "99999999999999999999": "either"},
-    "--too-long": {"zebra": "refuse"},
-    "--on-bad-row": {"zebra": "refuse"},
-    "--num-procs": {"0": "refuse", "-1": "refuse", "x": "refuse"},
-    "--name": {"../x": "refuse", "": "refuse", "a/b": "refuse", ".": "refuse", "x" * 300: "refuse", "\u00e9": "refuse"},
-    "--root": {"rows.jsonl": "refuse", "rows.jsonl/x": "refuse", "/proc/x": "refuse", "x" * 300: "refuse"},
-    "--tokenizer": {"nowhere": "refuse", "rows.jsonl": "refuse", "": "refuse", "/": "refuse", "a/b/c": "refuse"},
-    "--split": {"zebra": "either", "": "either"},
-}  # fmt: skip
