@@ -11,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from test_build_resumed import assert_equal, data_config, write_rows
+from row_cases import data_config, write_rows
+from test_build_resumed import assert_equal
 from test_lost_reasoning import KEEPS
 
 import flatout

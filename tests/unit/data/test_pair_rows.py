@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from row_cases import Row, cases
+from row_cases import Row, cases, write_rows
 from transformers import PreTrainedTokenizerFast
 
 from flatout.cli.main import main
@@ -40,8 +40,7 @@ def build(tmp_path, small_tokenizer_dir):
 
     def run(rows: list[Row], settings: Row | None = None, *, source: Row | None = None, **more: Any) -> TokenStore:
         told.clear()
-        file = tmp_path / "rows.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        file = write_rows(tmp_path / "rows.jsonl", rows)
         values = {"name": "d", "root": tmp_path / "data", "template": "chatml", "num_procs": 1, **(settings or {})}
         config = DataConfig.model_validate(values | {"sources": [{"path": str(file), **(source or {})}]})
         return open_or_build(config, str(small_tokenizer_dir), log=told.append, **more)
