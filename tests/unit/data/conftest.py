@@ -109,6 +109,12 @@ class Built:
         self.tries, self.steps = [one for one in added if one != ["--yes"]], [words + one for one in added]
         self.samples, self.labels, self.counts = list[tuple[str, str]](), list[int](), dict[str, int]()
 
+    def refuses(self, said: str) -> Built:
+        """Assert that the rows are refused, and that the error says this."""
+        assert self.code == 3, self.printed
+        assert said in self.printed
+        return self
+
     @property
     def learnt(self) -> list[str]:
         return [labels for _, labels in self.samples]

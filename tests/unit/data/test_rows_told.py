@@ -55,8 +55,7 @@ FORMS: dict[str, tuple[Callable[[str, str, str], Row], int]] = {
 def test_rows_with_the_markers_of_a_template_stop_the_build_and_can_be_trained_as_they_stand(build, form):
     make, num_samples = FORMS[form]
     row = make(PROMPT, "sure<|im_end|>", "no<|im_end|>")
-    refused = build([row] * 3)
-    assert (refused.code, "3 of 3 texts contain special tokens of the tokenizer" in refused.printed) == (3, True)
+    refused = build([row] * 3).refuses("3 of 3 texts contain special tokens of the tokenizer")
     plain = [] if form == "prompt_completion" else ["--template", "plain"]
     assert refused.steps[0][-2 - len(plain) :] == ["--special-tokens", "keep", *plain]
     kept = build([row] * 3, "--special-tokens", "keep", template="plain")
@@ -66,8 +65,7 @@ def test_rows_with_the_markers_of_a_template_stop_the_build_and_can_be_trained_a
     # as text, every marker is letters: the only tokens are those that are written around them
     spelt = build([row] * 3, "--special-tokens", "text")
     assert spelt.code == 0
-    foreign = build([make(OTHER, "sure<end_of_turn>", "no<end_of_turn>")] * 3)
-    assert (foreign.code, "3 of 3 texts contain <start_of_turn>" in foreign.printed) == (3, True)
+    build([make(OTHER, "sure<end_of_turn>", "no<end_of_turn>")] * 3).refuses("3 of 3 texts contain <start_of_turn>")
     assert build([make(OTHER, "sure<end_of_turn>", "no")] * 3, "--special-tokens", "text").code == 0
     assert build([make("hi", "sure", "no")] * 3).code == 0
 
@@ -83,8 +81,7 @@ def test_kept_markers_are_tokens_and_nothing_is_added(build, small_tokenizer):
     assert "no chat template is applied" in built.printed
     called = {"type": "function", "function": {"name": "f", "arguments": {}}}
     tools = {"messages": [*turns("q", "")[:1], {"role": "assistant", "content": "", "tool_calls": [called]}]}
-    refused = build([tools], "--special-tokens", "keep", template="plain")
-    assert (refused.code, "tools, reasoning or pictures beside them" in refused.printed) == (3, True)
+    build([tools], "--special-tokens", "keep", template="plain").refuses("tools, reasoning or pictures beside them")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -149,8 +146,7 @@ def test_a_bad_answer_is_never_learnt_in_silence(build, run, verdict):
     good: Row = {name: not value if isinstance(value, bool) else other.get(value, "good")}
     good = {name: [good[name]]} if isinstance(verdict[name], list) else good
     rows = [{**ASKED, "output": "good one", **good}, {**ASKED, **MADE, **verdict}]
-    refused = build(rows)
-    assert (refused.code, f"rows.jsonl:2: {name} is " in refused.printed) == (3, True)
+    refused = build(rows).refuses(f"rows.jsonl:2: {name} is ")
     done = {" ".join(step[-4:]): run(step) for step in refused.steps}
     learns = [built for words, built in done.items() if "--format kto" in words]
     assert [(built.code, built.labels) for built in learns] == [(0, [1, 0])]
@@ -213,8 +209,7 @@ def test_two_answers_without_a_clear_verdict_are_refused(build, row, why):
 
 def test_more_than_two_answers_are_no_pair(build, run):
     quiz = {"question": "q", "answerA": "x", "answerB": "y", "answerC": "z", "label": "1"}
-    refused = build([quiz])
-    assert (refused.code, "no known format has these columns" in refused.printed) == (3, True)
+    refused = build([quiz]).refuses("no known format has these columns")
     assert run(refused.steps[0]).code == 0  # an example, with columns that the rows have
     named = build([{"id": 1, "score": 2.5}])
     assert ("rename them to (messages), (instruction, output)" in named.printed, named.steps) == (True, [])
@@ -302,8 +297,7 @@ def test_class_labels_have_their_names_in_their_order(build):
     assert "2 labels: zeta (1), alpha (2)" in built.printed
     table("k.parquet", {"prompt": ["q", "q"], "completion": ["a", "b"], "label": [0, 1]}, ["good", "bad"])
     assert build(None, "--format", "kto", path="k.parquet").labels == [1, 0]
-    refused = build(None, path="k.parquet")
-    assert (refused.code, "k.parquet:2: label is bad, so this answer is a bad example" in refused.printed) == (3, True)
+    build(None, path="k.parquet").refuses("k.parquet:2: label is bad, so this answer is a bad example")
     table("n.parquet", {"text": ["a", "b"], "label": [0, -1]}, ["x", "y"])
     assert "n.parquet:2: label is null" in build(None, "--format", "classify", path="n.parquet").printed
 
@@ -373,8 +367,7 @@ def test_the_proposed_length_keeps_the_rows(build, run):
 @pytest.mark.parametrize("form", ["pairs", "kto", "choice"])
 def test_pictures_beside_compared_answers_are_refused_for_the_true_reason(build, form):
     row = FORMS[form][0]("q", "a", "b")
-    refused = build([{**row, "image": "x.png"}])
-    assert (refused.code, "'image' holds images, which are read in chats" in refused.printed) == (3, True)
+    build([{**row, "image": "x.png"}]).refuses("'image' holds images, which are read in chats")
     assert build([{**row, "image": None}]).code == 0
     assert build([{**row, "image": "x.png"}], "--key", "image=ignored").code == 0
 
