@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,14 @@ def model_cases(world: World) -> Iterator[Case]:
             # the plan asks for less than what loads
             about = ("config.json", str(mutation.path[-1]) if mutation.path else "config.json", "weights are missing")
             yield _model_case(
-                world, f"config.json {mutation.name} {verb[0]}", verb, "config.json", _json(mutation.tree), must, about,
+                world, f"config.json {mutation.name} {verb[0]}", verb, "config.json", mutation.spoil, must, about,
                 drawn=True,
             )  # fmt: skip
     for name, change in CASES["code"].items():
+        spoil = partial(write_json, tree=config | change)
         for verb in (_TRAIN, _CHAT):
-            yield _model_case(
-                world, f"config.json code {name} {verb[0]}", verb, "config.json", _json({**config, **change}),
-                "refuse", ("config.json",),
-            )  # fmt: skip
+            called = f"config.json code {name} {verb[0]}"
+            yield _model_case(world, called, verb, "config.json", spoil, "refuse", ("config.json",))
     for file in ("config.json", "generation_config.json", "model.safetensors"):
         for damage in damages(text=file != "model.safetensors"):
             needed = file != "generation_config.json" or damage.name != "missing"
@@ -51,7 +51,7 @@ def model_cases(world: World) -> Iterator[Case]:
                 )
     for mutation in mutations(world.json("model/generation_config.json")):
         yield _model_case(
-            world, f"generation_config.json {mutation.name}", _CHAT, "generation_config.json", _json(mutation.tree),
+            world, f"generation_config.json {mutation.name}", _CHAT, "generation_config.json", mutation.spoil,
             "either", ("generation_config.json", *map(str, mutation.path[-1:])), drawn=True,
         )  # fmt: skip
 
@@ -78,10 +78,6 @@ def _done(argv: tuple[str, ...]) -> Any:
         return None
     wanted = {"plan": "fingerprint", "train": "final"}.get(argv[0])
     return lambda here, out: None if wanted is None or wanted in out else f"no {wanted} in what was printed"
-
-
-def _json(tree: Any) -> Callable[[Path], None]:
-    return lambda file: write_json(file, tree)
 
 
 def _is_no_model(mutation: Mutation) -> bool:
@@ -115,9 +111,7 @@ def adapter_cases(world: World) -> Iterator[Case]:
     for mutation in mutations(world.json(f"{_ADAPTER}/adapter_config.json")):
         for argv in (answer, merge, again):
             must = "refuse" if _is_no_adapter(mutation) else "either"
-            yield case(
-                f"adapter_config.json {mutation.name}", argv, "adapter_config.json", _json(mutation.tree), must, True
-            )
+            yield case(f"adapter_config.json {mutation.name}", argv, "adapter_config.json", mutation.spoil, must, True)
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         for damage in damages(text=file.endswith("json")):
             for argv in (answer, merge, again):
@@ -161,7 +155,7 @@ def tokenizer_cases(world: World) -> Iterator[Case]:  # noqa: C901  (a list of c
         for mutation in mutations(world.json(f"model/{file}"), widest=25):
             must = "refuse" if not mutation.path and file == "tokenizer.json" else "either"
             for argv in (build, _CHAT):
-                yield case(f"{file} {mutation.name}", argv, file, _json(mutation.tree), must, True)
+                yield case(f"{file} {mutation.name}", argv, file, mutation.spoil, must, True)
         for damage in damages(text=True):
             for argv in (build, _CHAT):
                 must = "accept" if damage.harmless else "refuse"

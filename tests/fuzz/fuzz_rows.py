@@ -30,27 +30,15 @@ def cases(world: World) -> Iterator[Case]:
     """Every value at every place of a row of each format; of the file, its bytes, names and kinds."""
     for name, row in _ROWS.items():
         template = ("--template", "qwen3") if name in _WITH_TOOLS else ()
-        yield _case(world, f"{name} as it is", "rows.jsonl", _lines([row, row]),
-                    "accept", (), template)  # fmt: skip
+        yield _case(world, f"{name} as it is", _lines([row, row]), "accept", about=(), options=template)
         for mutation in mutations(row):
             must = "refuse" if _is_no_row(mutation) else "either"
             # a whole row first, so that the format is known by it
-            lines = [row, mutation.tree]
-            yield _case(
-                world,
-                f"{name} {mutation.name}",
-                "rows.jsonl",
-                _lines(lines),
-                must,
-                ("rows.jsonl",),
-                template,
-                drawn=True,
-            )
+            lines, alone = _lines([row, mutation.tree]), json.dumps([mutation.tree]).encode()
+            yield _case(world, f"{name} {mutation.name}", lines, must, options=template, drawn=True)
             if len(mutation.name) % 3 == 0:
-                yield _case(
-                    world, f"{name} {mutation.name} alone", "rows.json", json.dumps([mutation.tree]).encode(),
-                    "either", ("rows.json",), template, drawn=True,
-                )  # fmt: skip
+                named = f"{name} {mutation.name} alone"
+                yield _case(world, named, alone, "either", file="rows.json", options=template, drawn=True)
     yield from _keys(world)
     yield from _files(world)
 
@@ -67,27 +55,24 @@ def _keys(world: World) -> Iterator[Case]:
             must = "accept" if value is None or documented == is_flag else "refuse"
             turns = [question, answer, question, answer | {key: value}]
             says = None if documented or value is None or must == "refuse" else f"not read: {key} "
-            yield _case(world, f"turn key {key} {called}", "rows.jsonl", _lines([{"messages": turns}] * 2), must,
-                        ("rows.jsonl",), drawn=True, says=says)  # fmt: skip
+            lines = _lines([{"messages": turns}] * 2)
+            yield _case(world, f"turn key {key} {called}", lines, must, drawn=True, says=says)
         for column in ("image", "images", "video", "audios"):
-            is_empty = called in _NO_MEDIA
-            row = _ROWS["messages"] | {column: value}
-            yield _case(world, f"column {column} {called}", "rows.jsonl", _lines([row]),
-                        "accept" if is_empty else "refuse", ("rows.jsonl",), drawn=True)  # fmt: skip
+            must, row = "accept" if called in _NO_MEDIA else "refuse", _ROWS["messages"] | {column: value}
+            yield _case(world, f"column {column} {called}", _lines([row]), must, drawn=True)
         for column in ("label", "train"):
-            is_bad = is_flag and not value
-            row = _ROWS["alpaca"] | {column: value}
-            yield _case(world, f"column {column} {called}", "rows.jsonl", _lines([row]),
-                        "refuse" if is_bad else "accept", ("rows.jsonl",), drawn=True)  # fmt: skip
+            must, row = "refuse" if is_flag and not value else "accept", _ROWS["alpaca"] | {column: value}
+            yield _case(world, f"column {column} {called}", _lines([row]), must, drawn=True)
 
 
 def _case(
     world: World,
     name: str,
-    file: str,
     content: bytes,
     must: Any,
-    about: tuple[str, ...],
+    *,
+    file: str = "rows.jsonl",
+    about: tuple[str, ...] | None = None,
     options: tuple[str, ...] = (),
     spoil: Callable[[Path], object] = lambda file: None,
     drawn: bool = False,
@@ -104,8 +89,8 @@ def _case(
         return None if (here / "data/built_dataset/new/manifest.json").is_file() else "built nothing"
 
     return Case(
-        name, ("data", "build", file, *_BUILD, *options), both(world.put("model"), make), must, about, keeps=("model",),
-        done=done, drawn=drawn,
+        name, ("data", "build", file, *_BUILD, *options), both(world.put("model"), make), must,
+        (file,) if about is None else about, keeps=("model",), done=done, drawn=drawn,
     )  # fmt: skip
 
 
@@ -136,7 +121,7 @@ def _files(world: World) -> Iterator[Case]:
     plain = _lines([_ROWS["alpaca"]] * 4)
     for file in ("rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "rows.txt"):
         content = _whole(file)
-        yield _case(world, f"{file} as it is", file, content, "accept", ())
+        yield _case(world, f"{file} as it is", content, "accept", file=file, about=())
         for damage in damages(text=not file.endswith("parquet")):
             must: Any = "accept" if damage.harmless else "refuse"
             # text is text, and a table cut at a line's end is a table; JSON lines twice are more lines
@@ -145,7 +130,7 @@ def _files(world: World) -> Iterator[Case]:
             # the reader of parquet starts at the end
             if (file, damage.name) == ("rows.parquet", "first-byte"):
                 must = "accept"
-            yield _case(world, f"{file} {damage.name}", file, content, must, (file,), spoil=damage.spoil)
+            yield _case(world, f"{file} {damage.name}", content, must, file=file, spoil=damage.spoil)
     quoted = plain.decode().replace('"', "'").encode()
     header = ["instruction", "input", "output"]
     for name, (file, content, must) in {
@@ -190,18 +175,11 @@ def _files(world: World) -> Iterator[Case]:
         "numbers in parquet": ("rows.parquet", _parquet([{"instruction": 1, "output": 2.5}]), "refuse"),
         "bytes in parquet": ("rows.parquet", _parquet([{"instruction": b"\xff", "output": b"\xfe"}]), "refuse"),
     }.items():
-        yield _case(world, name, file, content, must, (file,))
+        yield _case(world, name, content, must, file=file)
     for option, values in CASES["options"].items():
         for value, must in values.items():
-            yield _case(
-                world,
-                f"{option} {value}",
-                "rows.jsonl",
-                plain,
-                must,
-                (option.lstrip("-"), option, value),
-                (option, value),
-            )
+            about = (option.lstrip("-"), option, value)
+            yield _case(world, f"{option} {value}", plain, must, about=about, options=(option, value))
 
 
 def _whole(file: str) -> bytes:
