@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from fuzz_hostile import VALUES, damages
 from fuzz_judge import Case
-from fuzz_world import SETTINGS, World, both, settings
+from fuzz_world import CASES, SETTINGS, World, both, settings
 
 Schema = Mapping[str, Any]
 _YES_AND_NO = {"yes", "no", "on", "off", "true", "false", "y", "n", "t", "f", "0", "1"}
@@ -76,7 +76,7 @@ def file_cases(world: World) -> Iterator[Case]:
             both(world.put(*_INPUTS[:3]), lambda here, t=text: (here / "run.yaml").write_bytes(t)),
             must, ("run.yaml",),
         )  # fmt: skip
-    for name, text in _PYTHON.items():
+    for name, text in CASES["python"].items():
         yield Case(
             f"python {name}", ("plan", "run.py"),
             both(world.put(*_INPUTS[:3]), lambda here, t=text: (here / "run.py").write_text(t)),
@@ -84,9 +84,12 @@ def file_cases(world: World) -> Iterator[Case]:
         )  # fmt: skip
     for name, word in {"dev-zero": "/dev/zero", "folder": ".", "absent": "no/such.yaml", "long": "x" * 5000}.items():
         yield Case(f"path {name}", ("plan", word), world.put(*_INPUTS), "refuse", (word[:40],))
-    for name, word in _OVERRIDES.items():
+    deep = {"deep": "lora.targets=" + "[" * 400 + "]" * 400}
+    for name, word in (CASES["overrides"] | deep).items():
         yield Case(f"override {name}", ("plan", "run.yaml", word), world.put(*_INPUTS), "refuse")
-    for name, content in _DEEPSPEED.items():
+    contents = {name: text.encode() for name, text in CASES["deepspeed"].items()}
+    contents |= {"latin-1": b'{"zero_optimization": {"stage": "\xe9"}}', "deep": b"[" * 100_000}
+    for name, content in contents.items():
         yield Case(
             f"deepspeed {name}", ("plan", "run.yaml", "strategy=deepspeed", "deepspeed=ds.json"),
             both(world.put(*_INPUTS), lambda here, c=content: (here / "ds.json").write_bytes(c)),
@@ -209,49 +212,15 @@ def _done(verb: str) -> Any:
     return done
 
 
-# settings that are well formed, and without effect or sense together: (overrides, words of which the message has one)
-_SENSELESS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "lora under full": (("method=full", "lora.rank=8"), ("lora",)),
-    "evaluation without data": (("eval.every_steps=1",), ("eval",)),
-    "nearly all held out": (("eval.fraction=0.999",), ("eval.fraction",)),
-    "unknown change allowed": (("checkpoint.allow_change=[foo]",), ("foo",)),
-    "run in the data folder": (("run_dir=data",), ("run_dir",)),
-    "run in a data set": (("run_dir=data/built_dataset/chats",), ("run_dir",)),
-    "run in the model": (("run_dir=model",), ("run_dir",)),
-    "run over the rows": (("run_dir=chats.jsonl",), ("chats.jsonl",)),
-    "data root is a file": (("data.root=chats.jsonl",), ("chats.jsonl",)),
-    "data root below a file": (("data.root=chats.jsonl/data",), ("chats.jsonl",)),
-    "data root in proc": (("data.root=/proc/data",), ("/proc/data",)),
-    "run in proc": (("run_dir=/proc/run",), ("/proc/run",)),
-    "lr of 1e99": (("optim.lr=1e99",), ("optim.lr",)),
-    "lr of 1e308": (("optim.lr=1e308",), ("optim.lr",)),
-    "rank of a billion": (("lora.rank=1000000000",), ("lora.rank",)),
-    "template is a folder": (("data.template=model",), ("template",)),
-    "template folder named jinja": (("data.template=folder.jinja",), ("folder.jinja",)),
-    "continues from a folder without adapter": (("lora.continue_from=model",), ("model", "adapter")),
-    "continues from nowhere": (("lora.continue_from=nowhere",), ("nowhere",)),
-    "continues from a file": (("lora.continue_from=chats.jsonl",), ("chats.jsonl",)),
-    "targets nothing": (("lora.targets=[zebra]",), ("zebra",)),
-    "targets a pattern without end": (('lora.targets="(a+)+$"',), ("targets",)),
-    "deepspeed is long text": (("strategy=deepspeed", "deepspeed=" + "x" * 5000), ("deepspeed",)),
-    "no such data set": (("data.sources=[]", "data.name=zebra"), ("zebra",)),
-    "evaluation set unknown": (("eval.data=zebra",), ("zebra",)),
-    "revision of a folder": (("model.revision=main",), ("model.revision",)),
-    "model is a file": (("model.name=chats.jsonl",), ("chats.jsonl",)),
-    "model is a mistyped folder": (("model.name=modle",), ("modle",)),
-    "model is text": (("model=tiny",), ("tiny",)),
-    "freezes all": (("method=full", "lora={}", 'freeze=[".*"]'), ("freeze",)),
-    "GPU on a machine without": (("device=cuda",), ("device", "GPU")),
-}
-
-
 def _senseless(world: World) -> Iterator[Case]:
     def folder(here: Path) -> None:
         (here / "folder.jinja").mkdir()
 
-    for name, (words, about) in _SENSELESS.items():
+    long = {"deepspeed is long text": (["strategy=deepspeed", "deepspeed=" + "x" * 5000], ["deepspeed"])}
+    for name, (words, about) in (CASES["senseless"] | long).items():
         yield Case(
-            f"senseless {name}", ("train", "run.yaml", *words), both(world.put(*_INPUTS), folder), "refuse", about,
+            f"senseless {name}", ("train", "run.yaml", *words), both(world.put(*_INPUTS), folder), "refuse",
+            tuple(about),
             keeps=("model", "chats.jsonl"),
         )  # fmt: skip
 
@@ -305,53 +274,3 @@ def _texts() -> dict[str, tuple[str, bytes]]:
         "escape code key": ("refuse", base.encode() + b'"\\e[31mred": 1\n'),
         "2 MiB": ("refuse", base.encode() + b"# x\n" * (1 << 19)),
     }
-
-
-_PYTHON = {
-    "raises": "raise RuntimeError('no')\n",
-    "exits": "import sys\nsys.exit(0)\n",
-    "is no Python": "config = (\n",
-    "sets nothing": "x = 1\n",
-    "sets a dict": "config = {'model': {'name': 'model'}}\n",
-    "imports nothing there": "import zebra_zebra\n",
-    "recurses": "def f(): f()\nf()\n",
-    "is empty": "",
-    "has nul": "config = '\0'\n",
-}
-_OVERRIDES = {
-    "section as value": "model=1",
-    "inside a value": "seed.a=1",
-    "below a list": "data.sources.path=x",
-    "not YAML": "seed=[1",
-    "a tag": "seed=!!python/name:os.system",
-    "deep": "lora.targets=" + "[" * 400 + "]" * 400,
-    "unknown section": "zebra.rank=1",
-    "empty value": "seed=",
-    "a bomb": "lora.targets=[&a [x, x], &b [*a, *a], *b]",
-    "two values": "seed=1 2",
-    "a dash": "seed=-",
-    "a null section": "lora=null",
-    "a list for a section": "lora=[]",
-}
-_DEEPSPEED = {
-    "empty": b"",
-    "list": b"[]",
-    "null": b"null",
-    "torn": b'{"zero_optimization": {"stage": ',
-    "latin-1": b'{"zero_optimization": {"stage": "\xe9"}}',
-    "deep": b"[" * 100_000,
-    "stage text": b'{"zero_optimization": {"stage": "2"}}',
-    "stage null": b'{"zero_optimization": {"stage": null}}',
-    "stage true": b'{"zero_optimization": {"stage": true}}',
-    "stage list": b'{"zero_optimization": {"stage": [2]}}',
-    "section list": b'{"zero_optimization": [2]}',
-    "section text": b'{"zero_optimization": "2"}',
-    "offload text": b'{"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}',
-    "optimizer list": b'{"zero_optimization": {"stage": 2}, "optimizer": ["Adam"]}',
-    "optimizer text": b'{"zero_optimization": {"stage": 2}, "optimizer": "Adam"}',
-    "params list": b'{"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": [1]}}',
-    "scheduler list": b'{"zero_optimization": {"stage": 2}, "scheduler": [1]}',
-    "scheduler type map": b'{"zero_optimization": {"stage": 2}, "scheduler": {"type": {"a": 1}}}',
-    "nan": b'{"zero_optimization": {"stage": NaN}}',
-    "twice": b'{"zero_optimization": {"stage": 2}, "zero_optimization": {"stage": 3}}',
-}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from fuzz_hostile import damages, mutations, write_json
+from fuzz_hostile import damages, mutations
 from fuzz_judge import Case
 from fuzz_world import World, both
 
@@ -34,15 +34,14 @@ def store_cases(world: World) -> Iterator[Case]:  # noqa: C901  (a list of cases
         )  # fmt: skip
 
     for mutation in mutations(world.json(f"{_STORE}/manifest.json")):
-        spoil = _json(mutation.tree)
         for argv in (by_name, again, show):
             # a damaged store with its rows at hand is built again
             must = "accept" if argv is again else "refuse" if not mutation.path else "either"
-            yield case(f"manifest {mutation.name}", argv, f"{_STORE}/manifest.json", spoil, must, True)
+            yield case(f"manifest {mutation.name}", argv, f"{_STORE}/manifest.json", mutation.spoil, must, True)
     for mutation in mutations(world.json("data/data_config.json")):
         for argv in (by_name, listing, show):
             must = "refuse" if not mutation.path and mutation.value != [] else "either"
-            yield case(f"registry {mutation.name}", argv, "data/data_config.json", _json(mutation.tree), must, True)
+            yield case(f"registry {mutation.name}", argv, "data/data_config.json", mutation.spoil, must, True)
     arrays = [f"{_STORE}/{file.name}" for file in sorted((world.root / _STORE).glob("*.npy"))]
     for file in ("data/data_config.json", f"{_STORE}/manifest.json", *arrays):
         for damage in damages(text=file.endswith("json")):
@@ -54,7 +53,7 @@ def store_cases(world: World) -> Iterator[Case]:  # noqa: C901  (a list of cases
                     must = "either"
                 yield case(f"{Path(file).name} {damage.name}", argv, file, damage.spoil, must, True)
     for mutation in mutations(world.json(f"{_STORE}/report.json"), widest=8):
-        yield case(f"report {mutation.name}", show, f"{_STORE}/report.json", _json(mutation.tree), "either", True)
+        yield case(f"report {mutation.name}", show, f"{_STORE}/report.json", mutation.spoil, "either", True)
 
 
 def run_cases(world: World) -> Iterator[Case]:  # noqa: C901  (a list of cases)
@@ -91,7 +90,7 @@ def run_cases(world: World) -> Iterator[Case]:  # noqa: C901  (a list of cases)
         # without the newest, an older checkpoint serves; a file that was edited is never taken
         for mutation in mutations(world.json(file), widest=30):
             for argv in (on, same):
-                yield case(f"{Path(file).name} {mutation.name}", argv, file, _json(mutation.tree), "either", True)
+                yield case(f"{Path(file).name} {mutation.name}", argv, file, mutation.spoil, "either", True)
         for damage in damages(text=True):
             for argv in (on, same):
                 yield case(f"{Path(file).name} {damage.name}", argv, file, damage.spoil, "either", True)
@@ -121,10 +120,6 @@ def run_cases(world: World) -> Iterator[Case]:  # noqa: C901  (a list of cases)
     for name, (spoil, must) in _TREES.items():
         for argv in (on, same):
             yield case(f"folder {name}", argv, "run", spoil, must)
-
-
-def _json(tree: Any) -> Callable[[Path], None]:
-    return lambda file: write_json(file, tree)
 
 
 def _swap(folder: Path) -> None:

@@ -69,6 +69,9 @@ class Mutation:
     value: Any
     tree: Any
 
+    def spoil(self, file: Path) -> None:
+        write_json(file, self.tree)
+
 
 def mutations(tree: Any, widest: int = 40) -> Iterator[Mutation]:
     """Every value of VALUES at every place, each key dropped, a key added to each map.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fuzz_hostile import Mutation, damages, mutations, write_json
 from fuzz_judge import Case
-from fuzz_world import World, both
+from fuzz_world import CASES, World, both
 
 _SIZES = {
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -30,15 +31,14 @@ def model_cases(world: World) -> Iterator[Case]:
             # the plan asks for less than what loads
             about = ("config.json", str(mutation.path[-1]) if mutation.path else "config.json", "weights are missing")
             yield _model_case(
-                world, f"config.json {mutation.name} {verb[0]}", verb, "config.json", _json(mutation.tree), must, about,
+                world, f"config.json {mutation.name} {verb[0]}", verb, "config.json", mutation.spoil, must, about,
                 drawn=True,
             )  # fmt: skip
-    for name, change in _CODE.items():
+    for name, change in CASES["code"].items():
+        spoil = partial(write_json, tree=config | change)
         for verb in (_TRAIN, _CHAT):
-            yield _model_case(
-                world, f"config.json code {name} {verb[0]}", verb, "config.json", _json({**config, **change}),
-                "refuse", ("config.json",),
-            )  # fmt: skip
+            called = f"config.json code {name} {verb[0]}"
+            yield _model_case(world, called, verb, "config.json", spoil, "refuse", ("config.json",))
     for file in ("config.json", "generation_config.json", "model.safetensors"):
         for damage in damages(text=file != "model.safetensors"):
             needed = file != "generation_config.json" or damage.name != "missing"
@@ -51,7 +51,7 @@ def model_cases(world: World) -> Iterator[Case]:
                 )
     for mutation in mutations(world.json("model/generation_config.json")):
         yield _model_case(
-            world, f"generation_config.json {mutation.name}", _CHAT, "generation_config.json", _json(mutation.tree),
+            world, f"generation_config.json {mutation.name}", _CHAT, "generation_config.json", mutation.spoil,
             "either", ("generation_config.json", *map(str, mutation.path[-1:])), drawn=True,
         )  # fmt: skip
 
@@ -80,10 +80,6 @@ def _done(argv: tuple[str, ...]) -> Any:
     return lambda here, out: None if wanted is None or wanted in out else f"no {wanted} in what was printed"
 
 
-def _json(tree: Any) -> Callable[[Path], None]:
-    return lambda file: write_json(file, tree)
-
-
 def _is_no_model(mutation: Mutation) -> bool:
     """Whether no model can have this config.json (leaving aside that the weights may fit another)."""
     if not mutation.path:
@@ -92,21 +88,6 @@ def _is_no_model(mutation: Mutation) -> bool:
     if mutation.how != "set" or name not in _SIZES:
         return name == "model_type" and mutation.how != "add"
     return isinstance(value, bool | str | list | dict) or (value is not None and not 0 < value < float("inf"))
-
-
-_CODE: dict[str, dict[str, Any]] = {
-    "auto_map": {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}},
-    "auto_map text": {"auto_map": "x"},
-    "attention from the hub": {"_attn_implementation": "org/kernel"},
-    "attention as map": {"attn_implementation": {"": "org/kernel"}},
-    "attention as nested map": {"attn_implementation": {"text_config": {"": "org/kernel:f"}}},
-    "attention as list": {"attn_implementation": ["org/kernel"]},
-    "internal attention as map": {"_attn_implementation_internal": {"": "org/kernel"}},
-    "experts from the hub": {"experts_implementation": {"": "org/kernel"}},
-    "in a sub-config": {"text_config": {"attn_implementation": {"": "org/kernel"}}},
-    "kernel_config": {"kernel_config": {"RMSNorm": "org/kernel:f"}},
-    "trust": {"trust_remote_code": True},
-}
 
 
 def adapter_cases(world: World) -> Iterator[Case]:
@@ -130,9 +111,7 @@ def adapter_cases(world: World) -> Iterator[Case]:
     for mutation in mutations(world.json(f"{_ADAPTER}/adapter_config.json")):
         for argv in (answer, merge, again):
             must = "refuse" if _is_no_adapter(mutation) else "either"
-            yield case(
-                f"adapter_config.json {mutation.name}", argv, "adapter_config.json", _json(mutation.tree), must, True
-            )
+            yield case(f"adapter_config.json {mutation.name}", argv, "adapter_config.json", mutation.spoil, must, True)
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         for damage in damages(text=file.endswith("json")):
             for argv in (answer, merge, again):
@@ -176,7 +155,7 @@ def tokenizer_cases(world: World) -> Iterator[Case]:  # noqa: C901  (a list of c
         for mutation in mutations(world.json(f"model/{file}"), widest=25):
             must = "refuse" if not mutation.path and file == "tokenizer.json" else "either"
             for argv in (build, _CHAT):
-                yield case(f"{file} {mutation.name}", argv, file, _json(mutation.tree), must, True)
+                yield case(f"{file} {mutation.name}", argv, file, mutation.spoil, must, True)
         for damage in damages(text=True):
             for argv in (build, _CHAT):
                 must = "accept" if damage.harmless else "refuse"
@@ -191,34 +170,12 @@ def tokenizer_cases(world: World) -> Iterator[Case]:  # noqa: C901  (a list of c
             yield case(f"template {name}", argv, "chat_template.jinja", spoil, must)
 
 
-_TURNS = b"{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-_TEMPLATES: dict[str, tuple[str, bytes]] = {
-    "empty": ("refuse", b""),
-    "no syntax": ("refuse", b"{% for m in messages %}{{ m.content }}"),
-    "unknown tag": ("refuse", b"{% zebra %}"),
-    "unknown filter": ("refuse", b"{{ messages | zebra }}"),
-    "undefined": ("refuse", b"{% for m in messages %}{{ m.zebra.zebra }}{% endfor %}"),
-    "raises": ("refuse", b"{{ raise_exception('no') }}"),
-    "raises on the second turn": ("refuse", b"{% for m in messages %}{% if loop.index > 1 %}{{ 1/0 }}{% endif %}{% endfor %}"),  # noqa: E501
-    "divides by zero": ("refuse", b"{{ 1 / 0 }}"),
-    "renders nothing": ("refuse", b"{% for m in messages %}{% endfor %}"),
-    "renders no content": ("refuse", b"{% for m in messages %}{{ m.role }}{% endfor %}"),
-    "loops": ("refuse", b"{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"),
-    "loops wide": ("refuse", b"{% for a in range(99999999999) %}{% endfor %}"),
-    "doubles": ("refuse", b"{% set n = namespace(t='x') %}{% for a in range(99) %}{% set n.t = n.t + n.t %}{% endfor %}{{ n.t }}"),  # noqa: E501
-    "pads": ("refuse", b"{{ '%9999999999d' % 1 }}" + _TURNS),
-    "repeats": ("refuse", b"{{ 'x' * 9999999999 }}" + _TURNS),
-    "recurses": ("refuse", b"{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"),
+_TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+_TEMPLATES = {name: (must, text.encode()) for name, (must, text) in CASES["templates"].items()} | {
     "deep": ("refuse", b"{{ " + b"(" * 5000 + b"1" + b")" * 5000 + b" }}"),
-    "reaches for classes": ("refuse", b"{{ ''.__class__.__mro__[1].__subclasses__() }}" + _TURNS),
-    "includes": ("refuse", b"{% include '/etc/passwd' %}"),
-    "escape codes": ("either", b"\x1b[31m" + _TURNS),
-    "utf-16": ("refuse", _TURNS.decode().encode("utf-16")),
-    "latin-1": ("refuse", _TURNS + "\u00e9".encode("latin-1")),
-    "nul": ("either", b"\0" + _TURNS),
-    "random": ("either", b"{% for m in messages %}{{ m.content }}{{ range(9) | random }}{% endfor %}"),
-    "time": ("either", b"{{ strftime_now('%f') }}" + _TURNS),
-}  # fmt: skip
+    "utf-16": ("refuse", _TURNS.encode("utf-16")),
+    "latin-1": ("refuse", f"{_TURNS}\u00e9".encode("latin-1")),
+}
 
 
 def _replace(file: Path, content: bytes) -> None:

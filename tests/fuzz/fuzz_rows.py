@@ -14,58 +14,10 @@ from typing import Any
 
 from fuzz_hostile import VALUES, Mutation, damages, mutations
 from fuzz_judge import Case
-from fuzz_world import World, both
+from fuzz_world import CASES, World, both
 
 _BUILD = ("--tokenizer", "model", "--name", "new", "--num-procs", "1")
-_CALL = {"type": "function", "id": "c1", "function": {"name": "get", "arguments": {"city": "Rome"}}}
-# without tool calls where the tiny tokenizer's template has no place for them
-_ROWS: dict[str, Any] = {
-    "alpaca": {"instruction": "Add two and two.", "input": "", "output": "Four."},
-    "sharegpt": {"conversations": [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "Hello."}]},
-    "messages": {"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]},
-    "prompt_completion": {"prompt": "Two and two?", "completion": "Four."},
-    "pair": {"prompt": "Hi.", "chosen": "Hello.", "rejected": "No.", "margin": 0.5},
-    "whole pair": {
-        "chosen": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}],
-        "rejected": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "No."}],
-        "score_chosen": 8, "score_rejected": 2.5,
-    },
-    "ranking": {"instruction": "Hi.", "completions": [
-        {"response": "Hello.", "overall_score": 8}, {"response": "No.", "overall_score": 2}, {"response": "Yes.",
-         "overall_score": 5}]},
-    "labelled": {"conversations": [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "No."}], "kto_tag": 0},
-    "text": {"text": "Once there was a fox."},
-    "tokens": {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, 8]},
-    "tools": {
-        "messages": [
-            {"role": "user", "content": "Weather?"},
-            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-            {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
-            {"role": "assistant", "content": "Sunny."},
-        ],
-        "tools": [{"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}],
-    },
-    "flags": {
-        "messages": [
-            {"role": "user", "content": "Hi.", "lang": "en"},
-            {"role": "assistant", "content": "Hello.", "train": True, "weight": 1,
-             "train_detail": [{"begin_offset": 0, "end_offset": 3, "train": True}]},
-        ],
-        "images": [],
-        "chat_template_kwargs": {},
-    },
-    "anthropic": {
-        "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},
-            {"role": "assistant", "content": [
-                {"type": "thinking", "thinking": "I ask.", "signature": "x"},
-                {"type": "tool_use", "id": "c1", "name": "get", "input": {"city": "Rome"}}]},
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "sunny"}]},
-            {"role": "assistant", "content": "Sunny."},
-        ],
-        "tools": [{"name": "get", "input_schema": {"type": "object"}}],
-    },
-}  # fmt: skip
+_ROWS: dict[str, Any] = CASES["rows"]
 _NO_MEDIA = (
     "null", "zero", "false", "empty-text", "space", "empty-list", "list-of-null", "deep-list", "empty-map",
     "map-of-null",
@@ -78,27 +30,15 @@ def cases(world: World) -> Iterator[Case]:
     """Every value at every place of a row of each format; of the file, its bytes, names and kinds."""
     for name, row in _ROWS.items():
         template = ("--template", "qwen3") if name in _WITH_TOOLS else ()
-        yield _case(world, f"{name} as it is", "rows.jsonl", _lines([row, row]),
-                    "accept", (), template)  # fmt: skip
+        yield _case(world, f"{name} as it is", _lines([row, row]), "accept", about=(), options=template)
         for mutation in mutations(row):
             must = "refuse" if _is_no_row(mutation) else "either"
             # a whole row first, so that the format is known by it
-            lines = [row, mutation.tree]
-            yield _case(
-                world,
-                f"{name} {mutation.name}",
-                "rows.jsonl",
-                _lines(lines),
-                must,
-                ("rows.jsonl",),
-                template,
-                drawn=True,
-            )
+            lines, alone = _lines([row, mutation.tree]), json.dumps([mutation.tree]).encode()
+            yield _case(world, f"{name} {mutation.name}", lines, must, options=template, drawn=True)
             if len(mutation.name) % 3 == 0:
-                yield _case(
-                    world, f"{name} {mutation.name} alone", "rows.json", json.dumps([mutation.tree]).encode(),
-                    "either", ("rows.json",), template, drawn=True,
-                )  # fmt: skip
+                named = f"{name} {mutation.name} alone"
+                yield _case(world, named, alone, "either", file="rows.json", options=template, drawn=True)
     yield from _keys(world)
     yield from _files(world)
 
@@ -115,27 +55,24 @@ def _keys(world: World) -> Iterator[Case]:
             must = "accept" if value is None or documented == is_flag else "refuse"
             turns = [question, answer, question, answer | {key: value}]
             says = None if documented or value is None or must == "refuse" else f"not read: {key} "
-            yield _case(world, f"turn key {key} {called}", "rows.jsonl", _lines([{"messages": turns}] * 2), must,
-                        ("rows.jsonl",), drawn=True, says=says)  # fmt: skip
+            lines = _lines([{"messages": turns}] * 2)
+            yield _case(world, f"turn key {key} {called}", lines, must, drawn=True, says=says)
         for column in ("image", "images", "video", "audios"):
-            is_empty = called in _NO_MEDIA
-            row = _ROWS["messages"] | {column: value}
-            yield _case(world, f"column {column} {called}", "rows.jsonl", _lines([row]),
-                        "accept" if is_empty else "refuse", ("rows.jsonl",), drawn=True)  # fmt: skip
+            must, row = "accept" if called in _NO_MEDIA else "refuse", _ROWS["messages"] | {column: value}
+            yield _case(world, f"column {column} {called}", _lines([row]), must, drawn=True)
         for column in ("label", "train"):
-            is_bad = is_flag and not value
-            row = _ROWS["alpaca"] | {column: value}
-            yield _case(world, f"column {column} {called}", "rows.jsonl", _lines([row]),
-                        "refuse" if is_bad else "accept", ("rows.jsonl",), drawn=True)  # fmt: skip
+            must, row = "refuse" if is_flag and not value else "accept", _ROWS["alpaca"] | {column: value}
+            yield _case(world, f"column {column} {called}", _lines([row]), must, drawn=True)
 
 
 def _case(
     world: World,
     name: str,
-    file: str,
     content: bytes,
     must: Any,
-    about: tuple[str, ...],
+    *,
+    file: str = "rows.jsonl",
+    about: tuple[str, ...] | None = None,
     options: tuple[str, ...] = (),
     spoil: Callable[[Path], object] = lambda file: None,
     drawn: bool = False,
@@ -152,8 +89,8 @@ def _case(
         return None if (here / "data/built_dataset/new/manifest.json").is_file() else "built nothing"
 
     return Case(
-        name, ("data", "build", file, *_BUILD, *options), both(world.put("model"), make), must, about, keeps=("model",),
-        done=done, drawn=drawn,
+        name, ("data", "build", file, *_BUILD, *options), both(world.put("model"), make), must,
+        (file,) if about is None else about, keeps=("model",), done=done, drawn=drawn,
     )  # fmt: skip
 
 
@@ -184,7 +121,7 @@ def _files(world: World) -> Iterator[Case]:
     plain = _lines([_ROWS["alpaca"]] * 4)
     for file in ("rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "rows.txt"):
         content = _whole(file)
-        yield _case(world, f"{file} as it is", file, content, "accept", ())
+        yield _case(world, f"{file} as it is", content, "accept", file=file, about=())
         for damage in damages(text=not file.endswith("parquet")):
             must: Any = "accept" if damage.harmless else "refuse"
             # text is text, and a table cut at a line's end is a table; JSON lines twice are more lines
@@ -193,7 +130,7 @@ def _files(world: World) -> Iterator[Case]:
             # the reader of parquet starts at the end
             if (file, damage.name) == ("rows.parquet", "first-byte"):
                 must = "accept"
-            yield _case(world, f"{file} {damage.name}", file, content, must, (file,), spoil=damage.spoil)
+            yield _case(world, f"{file} {damage.name}", content, must, file=file, spoil=damage.spoil)
     quoted = plain.decode().replace('"', "'").encode()
     header = ["instruction", "input", "output"]
     for name, (file, content, must) in {
@@ -238,18 +175,11 @@ def _files(world: World) -> Iterator[Case]:
         "numbers in parquet": ("rows.parquet", _parquet([{"instruction": 1, "output": 2.5}]), "refuse"),
         "bytes in parquet": ("rows.parquet", _parquet([{"instruction": b"\xff", "output": b"\xfe"}]), "refuse"),
     }.items():
-        yield _case(world, name, file, content, must, (file,))
-    for option, values in _OPTIONS.items():
+        yield _case(world, name, content, must, file=file)
+    for option, values in CASES["options"].items():
         for value, must in values.items():
-            yield _case(
-                world,
-                f"{option} {value}",
-                "rows.jsonl",
-                plain,
-                must,
-                (option.lstrip("-"), option, value),
-                (option, value),
-            )
+            about = (option.lstrip("-"), option, value)
+            yield _case(world, f"{option} {value}", plain, must, about=about, options=(option, value))
 
 
 def _whole(file: str) -> bytes:
@@ -271,22 +201,3 @@ def _parquet(rows: list[dict[str, Any]], names: list[str] | None = None) -> byte
     written = io.BytesIO()
     pq.write_table(table, written)
     return written.getvalue()
-
-
-_OPTIONS = {
-    "-n": {"0": "refuse", "-1": "refuse", "x": "refuse", "99999999999999999999": "either", "1.5": "refuse"},
-    "--seed": {"-1": "refuse", "x": "refuse", "99999999999999999999999": "either"},
-    "--format": {"zebra": "refuse", "": "refuse", "oasst": "refuse", "tokens": "refuse"},
-    "--column": {"zebra": "refuse", "instruction=zebra": "refuse", "=": "refuse", "zebra=input": "either"},
-    "--weight": {"0": "refuse", "-1": "refuse", "nan": "refuse", "inf": "refuse", "x": "refuse", "1e308": "refuse"},
-    "--template": {"zebra": "refuse", "": "refuse", "model": "refuse", "no.jinja": "refuse", "/": "refuse"},
-    "--loss-type": {"zebra": "refuse", "": "refuse"},
-    "--max-tokens": {"-1": "refuse", "1": "refuse", "x": "refuse", "99999999999999999999": "either"},
-    "--too-long": {"zebra": "refuse"},
-    "--on-bad-row": {"zebra": "refuse"},
-    "--num-procs": {"0": "refuse", "-1": "refuse", "x": "refuse"},
-    "--name": {"../x": "refuse", "": "refuse", "a/b": "refuse", ".": "refuse", "x" * 300: "refuse", "\u00e9": "refuse"},
-    "--root": {"rows.jsonl": "refuse", "rows.jsonl/x": "refuse", "/proc/x": "refuse", "x" * 300: "refuse"},
-    "--tokenizer": {"nowhere": "refuse", "rows.jsonl": "refuse", "": "refuse", "/": "refuse", "a/b/c": "refuse"},
-    "--split": {"zebra": "either", "": "either"},
-}  # fmt: skip

@@ -7,7 +7,8 @@ its text and calls end. Both are rendered by transformers, so where an answer st
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,36 +153,32 @@ class _Writer:
         return "".join(parts)
 
     def _pieces(self, marks: bool) -> Iterator[_Piece]:
-        yield _TAG, "set ns = namespace(last=-1, system='', tool=false)"
-        yield _TAG, "for m in messages"
-        yield _TAG, "if m.role == 'user'"
-        yield _TAG, "set ns.last = loop.index0"
-        yield _TAG, "endif"
-        yield _TAG, "endfor"
+        yield from _jinja(
+            "{% set ns = namespace(last=-1, system='', tool=false) %}{% for m in messages %}{% if m.role == 'user' %}"
+            "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+        )
         if self.writes_bos:
             yield _OUT, "bos_token"
         yield from self._before_the_turns()
         yield _TAG, "for m in messages"
         if self.strict:
-            yield _TAG, "if loop.index0 > 0 and m.role == messages[loop.index0 - 1].role and m.role != 'tool'"
-            yield _OUT, "raise_exception('Conversation roles must alternate')"
-            yield _TAG, "endif"
-        yield _TAG, "if m.role == 'system'"
-        yield from self._system()
-        yield _TAG, "elif m.role == 'user'"
-        yield from self._user()
-        yield _TAG, "elif m.role == 'assistant'"
-        yield from self._assistant(marks)
-        yield _TAG, "elif m.role == 'tool'"
-        yield from self._result()
+            yield from _jinja(
+                "{% if loop.index0 > 0 and m.role == messages[loop.index0 - 1].role and m.role != 'tool' %}"
+                "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+            )
+        turns = {
+            "if m.role == 'system'": self._system(), "elif m.role == 'user'": self._user(),
+            "elif m.role == 'assistant'": self._assistant(marks), "elif m.role == 'tool'": self._result(),
+        }  # fmt: skip
+        for condition, pieces in turns.items():
+            yield _TAG, condition
+            yield from pieces
         yield _TAG, "endif"
         if self.prompt_when == "in the loop":
             yield from self._prompt("loop.last and add_generation_prompt")
         yield _TAG, "endfor"
         if self.end and self.end_when == "whole text":
-            yield _TAG, "if not add_generation_prompt"
-            yield _OUT, _quoted(self.end)
-            yield _TAG, "endif"
+            yield from _if("not add_generation_prompt", [(_OUT, _quoted(self.end))])
         if self.prompt_when == "always":
             yield from self._prompt("add_generation_prompt")
         elif self.prompt_when == "not after an answer":
@@ -189,23 +186,16 @@ class _Writer:
 
     def _before_the_turns(self) -> Iterator[_Piece]:
         if self.system == "default":
-            yield _TAG, "if messages[0].role != 'system'"
-            yield from self._plain_turn("system", "'You are a helpful assistant.'")
-            yield _TAG, "endif"
+            default = self._plain_turn("system", "'You are a helpful assistant.'")
+            yield from _if("messages[0].role != 'system'", default)
         if self.tools == "refused":
-            yield _TAG, "if tools"
-            yield _OUT, "raise_exception('This template does not support tools')"
-            yield _TAG, "endif"
+            yield from _if("tools", _jinja("{{ raise_exception('This template does not support tools') }}"))
         elif self.tools == "first" or (self.tools == "system" and self.system not in ("turn", "default")):
-            yield _TAG, "if tools"
-            yield _OUT, _quoted("[AVAILABLE_TOOLS] ")
-            yield _OUT, "tools | tojson"
-            yield _OUT, _quoted("[/AVAILABLE_TOOLS]\n")
-            yield _TAG, "endif"
+            listed = "{{ '[AVAILABLE_TOOLS] ' }}{{ tools | tojson }}{{ '[/AVAILABLE_TOOLS]\\n' }}"
+            yield from _if("tools", _jinja(listed))
         elif self.tools == "system" and self.system == "turn":
-            yield _TAG, "if tools and messages[0].role != 'system'"
-            yield from self._plain_turn("system", "'Tools: ' + (tools | tojson)")
-            yield _TAG, "endif"
+            tools = self._plain_turn("system", "'Tools: ' + (tools | tojson)")
+            yield from _if("tools and messages[0].role != 'system'", tools)
 
     def _system(self) -> Iterator[_Piece]:
         content = self._content("system")
@@ -223,12 +213,9 @@ class _Writer:
     def _user(self) -> Iterator[_Piece]:
         yield _OUT, _quoted(self.opener("user"))
         if self.tools == "last question":
-            yield _TAG, "if tools and loop.index0 == ns.last"
-            yield _OUT, "'Tools: ' + (tools | tojson) + '\\n\\n'"
-            yield _TAG, "endif"
+            yield from _if("tools and loop.index0 == ns.last", [(_OUT, "'Tools: ' + (tools | tojson) + '\\n\\n'")])
         if self.system == "merged":
-            yield _OUT, "ns.system"
-            yield _TAG, "set ns.system = ''"
+            yield from _jinja("{{ ns.system }}{% set ns.system = '' %}")
         yield _OUT, self._content("user")
         yield from self._ended(answers=False)
 
@@ -240,16 +227,11 @@ class _Writer:
     def _ended(self, *, answers: bool) -> Iterator[_Piece]:
         """Write the end of a turn where this template writes one."""
         conditions = {"not last": "not loop.last", "no prompt": "not (loop.last and add_generation_prompt)"}
-        end = "eos_token" if self.end_as_variable else _quoted(self.end)
         if self.end and self.end_when != "whole text" and (answers or self.end_when != "answers"):
+            before = [(_OUT, _quoted(self.before_end))] if answers and self.before_end else []
+            end = [*before, (_OUT, "eos_token" if self.end_as_variable else _quoted(self.end))]
             condition = conditions.get(self.end_when) if answers else None
-            if condition:
-                yield _TAG, f"if {condition}"
-            if answers and self.before_end:
-                yield _OUT, _quoted(self.before_end)
-            yield _OUT, end
-            if condition:
-                yield _TAG, "endif"
+            yield from _if(condition, end) if condition else end
         if self.after_end:
             yield _OUT, _quoted(self.after_end)
 
@@ -269,11 +251,8 @@ class _Writer:
         if self.generation in ("body", "text"):
             yield _TAG, "endgeneration"
         if self.call_end and self.calls not in ("dropped", "refused"):
-            yield _TAG, "if m.tool_calls"
-            yield _OUT, _quoted(self.call_end)
-            yield _TAG, "else"
-            yield from self._ended(answers=True)
-            yield _TAG, "endif"
+            call_end = [(_OUT, _quoted(self.call_end)), (_TAG, "else")]
+            yield from _if("m.tool_calls", [*call_end, *self._ended(answers=True)])
         else:
             yield from self._ended(answers=True)
         if self.generation == "whole":
@@ -281,69 +260,51 @@ class _Writer:
 
     def _thought(self) -> Iterator[_Piece]:
         """Set `text`, and write reasoning, or what stands for it."""
-        opened, close = map(_quoted, self.think)
-        yield _TAG, "set text = m.content if m.content is string else ''"
-        yield _TAG, "set thought = ''"
+        yield from _jinja("{% set text = m.content if m.content is string else '' %}{% set thought = '' %}")
         if self.reasoning in ("field", "thinking"):
             name = "reasoning_content" if self.reasoning == "field" else "thinking"
-            yield _TAG, f"if m.{name} is string"
-            yield _TAG, f"set thought = m.{name}"
-            yield _TAG, "endif"
+            yield from _if(f"m.{name} is string", [(_TAG, f"set thought = m.{name}")])
         if self.reasoning in ("split", "cut"):
-            yield _TAG, "if '</think>' in text"
-            if self.reasoning == "split":
-                yield _TAG, "set thought = text.split('</think>')[0].split('<think>')[-1].strip('\\n')"
-            yield _TAG, "set text = text.split('</think>')[-1].lstrip('\\n')"
-            yield _TAG, "endif"
+            taken = "{% set thought = text.split('</think>')[0].split('<think>')[-1].strip('\\n') %}"
+            rest = "{% set text = text.split('</think>')[-1].lstrip('\\n') %}"
+            yield from _if("'</think>' in text", _jinja(taken * (self.reasoning == "split") + rest))
         when = {
             "always": "true", "after the last question": "loop.index0 > ns.last", "in the last": "loop.last",
         }[self.reasoning_when]  # fmt: skip
+        opened, close = self.think
         yield _TAG, f"if thought and {when}"
-        yield _OUT, opened
-        yield _OUT, "thought"
-        yield _OUT, close
+        yield from ((_OUT, text) for text in (_quoted(opened), "thought", _quoted(close)))
         empties = {
-            "closed": (when, "closed"),
-            "close": ("true", "close"),
-            "closed in the last": ("loop.last", "closed"),
-        }
+            "closed": (when, opened + close), "close": ("true", close.lstrip()),
+            "closed in the last": ("loop.last", opened + close),
+        }  # fmt: skip
         if self.empty in empties:
-            condition, form = empties[self.empty]
+            condition, text = empties[self.empty]
             yield _TAG, f"elif {condition}"
-            yield _OUT, _quoted(self.think[0] + self.think[1] if form == "closed" else self.think[1].lstrip())
+            yield _OUT, _quoted(text)
         yield _TAG, "endif"
 
     def _calls(self) -> Iterator[_Piece]:
-        if self.calls == "dropped":
-            return
-        yield _TAG, "if m.tool_calls"
+        ways = {
+            "json": "{{ '\\n<tool_call>\\n' }}{{ {'name': f.name, 'arguments': f.arguments} | tojson }}"
+            "{{ '\\n</tool_call>' }}",
+            "text": "{{ '<call>' + f.name + '\\n' + f.arguments + '</call>' }}",
+            "python": "{{ '[' + f.name + '(' }}{% for k, v in f.arguments.items() %}"
+            "{{ k + '=' + (v | tojson) + (', ' if not loop.last else '') }}{% endfor %}{{ ')]' }}",
+        }
         if self.calls == "refused":
-            yield _OUT, "raise_exception('Tool calls are not supported')"
-        else:
-            yield _TAG, "for c in m.tool_calls"
-            yield _TAG, "set f = c.function"
-            if self.calls == "json":
-                yield _OUT, _quoted("\n<tool_call>\n")
-                yield _OUT, "{'name': f.name, 'arguments': f.arguments} | tojson"
-                yield _OUT, _quoted("\n</tool_call>")
-            elif self.calls == "text":
-                yield _OUT, "'<call>' + f.name + '\\n' + f.arguments + '</call>'"
-            else:
-                yield _OUT, "'[' + f.name + '('"
-                yield _TAG, "for k, v in f.arguments.items()"
-                yield _OUT, "k + '=' + (v | tojson) + (', ' if not loop.last else '')"
-                yield _TAG, "endfor"
-                yield _OUT, "')]'"
-            yield _TAG, "endfor"
-        yield _TAG, "endif"
+            yield from _if("m.tool_calls", _jinja("{{ raise_exception('Tool calls are not supported') }}"))
+        elif self.calls in ways:
+            each = "{% for c in m.tool_calls %}{% set f = c.function %}" + ways[self.calls] + "{% endfor %}"
+            yield from _if("m.tool_calls", _jinja(each))
 
     def _result(self) -> Iterator[_Piece]:
         if self.results == "refused":
             yield _OUT, "raise_exception('Tool results are not supported')"
         elif self.results == "question":
-            yield _OUT, _quoted(f"{self.opener('user')}<tool_response>\n")
-            yield _OUT, self._content("tool")
-            yield _OUT, _quoted("\n</tool_response>")
+            opened = _quoted(f"{self.opener('user')}<tool_response>\n")
+            closed = _quoted("\n</tool_response>")
+            yield from ((_OUT, text) for text in (opened, self._content("tool"), closed))
             yield from self._ended(answers=False)
         elif self.results == "inside":
             yield _OUT, f"'<result>' + {self._content('tool')} + '</result>'"
@@ -356,13 +317,23 @@ class _Writer:
     def _prompt(self, condition: str) -> Iterator[_Piece]:
         opened, close = self.think
         thinks = {"opens": opened, "closed": opened + close, "bare": close.lstrip()}.get(self.prompt_thinks, "")
-        yield _TAG, f"if {condition}"
-        yield _OUT, _quoted(self.opener("assistant") + thinks)
+        asked = [(_OUT, _quoted(self.opener("assistant") + thinks))]
         if self.prompt_thinks == "switch":
-            yield _TAG, "if enable_thinking is defined and not enable_thinking"
-            yield _OUT, _quoted(opened + close)
-            yield _TAG, "endif"
-        yield _TAG, "endif"
+            shut = [(_OUT, _quoted(opened + close))]
+            asked += _if("enable_thinking is defined and not enable_thinking", shut)
+        yield from _if(condition, asked)
+
+
+def _if(condition: str, pieces: Iterable[_Piece]) -> Iterator[_Piece]:
+    yield _TAG, f"if {condition}"
+    yield from pieces
+    yield _TAG, "endif"
+
+
+def _jinja(text: str) -> Iterator[_Piece]:
+    """The pieces of a text that is all tags and outputs."""
+    for tag, out in re.findall(r"{% (.*?) %}|{{ (.*?) }}", text):
+        yield (_TAG, tag) if tag else (_OUT, out)
 
 
 def _quoted(text: str) -> str:

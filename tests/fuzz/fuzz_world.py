@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 NUM_ROWS = 16
+CASES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8"))
 SETTINGS: dict[str, Any] = {
     "name": "tiny",
     "run_dir": "run",

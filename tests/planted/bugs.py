@@ -94,7 +94,7 @@ BUGS = (
         "seed_micro_batch(X, step=Y.index, rank=Z, micro_batch=W)",
         "seed_micro_batch(X, step=id(Y), rank=Z, micro_batch=W)", RESUME),
     Bug("a unit is parted", "make_bundles", "index if item.unit is None else item.unit", "index",
-        f"{UNITS}::test_steps_count_units_and_no_pass_parts_one"),
+        f"{UNITS}::test_steps_count_units_and_a_pass_parts_one_only_where_it_may"),
     Bug("a unit is held out in part", "split_held_out", "np.asarray(units, np.int64)", "rows",
         f"{UNITS}::test_a_unit_is_held_out_whole"),
     Bug("a label of the wrong sample", "BatchLoader._gather", "np.arange(len(read))", "np.arange(len(read))[::-1]",

@@ -117,36 +117,13 @@ def assert_step(data: Data, step: StepPlan) -> None:
     )
 
 
-@given(data_sets(), layouts)
-@settings(max_examples=40, deadline=None)
-def test_steps_count_units_and_no_pass_parts_one(data, layout):
-    plan = plan_of(data, layout)
+@pytest.mark.parametrize("parts_units", [False, True])
+@given(data=data_sets(), layout=layouts)
+@settings(max_examples=60, deadline=None)
+def test_steps_count_units_and_a_pass_parts_one_only_where_it_may(parts_units, data, layout):
+    plan = plan_of(data, layout, parts_units=parts_units)
+    most = int(max(data.lengths)) + 16 * 4 if parts_units else data.budget
     assert plan.steps_per_epoch == -(-len(data.sizes) // layout["per_step"])
-    seen: list[int] = []
-    for step in plan.steps():
-        assert_step(data, step)
-        assert len(set(data.units[list(step.sample_ids)])) == min(layout["per_step"], len(data.sizes) - len(seen))
-        assert len(step.sample_ids) <= plan.most_samples_per_step
-        for batch in step.micro_batches:
-            assert len(batch.sample_ids) <= plan.batch_bounds["max_documents"]
-            packed = flatten_samples([data.samples[i] for i in batch.sample_ids], shared=batch.shared)
-            assert packed.num_tokens == batch.num_tokens - batch.num_shared_tokens
-        seen += dict.fromkeys(data.units[list(step.sample_ids)].tolist())
-        for rank, own in enumerate(step.by_rank):
-            if not any(not batch.is_filler for batch in own):
-                continue
-            for budget in {plan.largest_unit(own), data.budget}:
-                cut = plan.resplit(step, rank, budget)
-                assert_whole(data, cut)
-                assert max(batch.num_padded_tokens for batch in cut) <= max(budget, plan.largest_unit(own))
-    assert sorted(seen) == list(range(len(data.sizes)))
-    assert list(plan.steps(plan.num_steps // 2)) == list(plan.steps())[plan.num_steps // 2 :]
-
-
-@given(data_sets(), layouts)
-@settings(max_examples=80, deadline=None)
-def test_steps_count_units_that_passes_may_part(data, layout):
-    plan, most = plan_of(data, layout, parts_units=True), int(max(data.lengths)) + 16 * 4
     seen: list[int] = []
     for step in plan.steps():
         real = [batch for batch in step.micro_batches if not batch.is_filler]
@@ -160,14 +137,21 @@ def test_steps_count_units_that_passes_may_part(data, layout):
             assert batch.num_padded_tokens <= max(most, batch.fill_tokens)
             packed = flatten_samples([data.samples[i] for i in batch.sample_ids], shared=batch.shared)
             assert packed.num_tokens == batch.num_tokens - batch.num_shared_tokens
+            assert parts_units or len(batch.sample_ids) <= plan.batch_bounds["max_documents"]
+        if not parts_units:
+            assert_step(data, step)
         for rank, own in enumerate(step.by_rank):
             if not any(not batch.is_filler for batch in own):
                 continue
-            cut = plan.resplit(step, rank, plan.largest_unit(own))
-            assert max(batch.num_padded_tokens for batch in cut) <= plan.largest_unit(own)
             taken = sorted(i for batch in own for i in batch.sample_ids if not batch.is_filler)
-            assert sorted(i for batch in cut for i in batch.sample_ids) == taken
+            for budget in {plan.largest_unit(own), plan.largest_unit(own) if parts_units else data.budget}:
+                cut = plan.resplit(step, rank, budget)
+                assert max(batch.num_padded_tokens for batch in cut) <= max(budget, plan.largest_unit(own))
+                assert sorted(i for batch in cut for i in batch.sample_ids) == taken
+                if not parts_units:
+                    assert_whole(data, cut)
     assert sorted(seen) == list(range(len(data.sizes)))
+    assert list(plan.steps(plan.num_steps // 2)) == list(plan.steps())[plan.num_steps // 2 :]
 
 
 @given(data_sets(), st.sampled_from([1, 2, 3]), st.booleans(), st.booleans())

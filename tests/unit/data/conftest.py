@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
+from row_cases import Row, write_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from flatout.cli.main import main
 from flatout.data.conversation import Conversation, Message, Origin, ToolCall
 from flatout.data.templates.template import ChatTemplate
+from flatout.data.token_store import TokenStore
+from flatout.io.json_file import read_json
 
 SHARED = Path(__file__).parents[3].parent / "shared" / "data"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -88,3 +93,65 @@ def chats():
             user("more"), answer("", None, True), result, answer("done"), tools=True,
         ),
     }  # fmt: skip
+
+
+class Built:
+    """A command: its exit code, what it printed in one line, and what it built.
+
+    `samples` are (text, text with loss), `labels` their labels or classes, `counts` the report's. `tries` are the
+    words that an error says to add, `steps` the whole commands, the one that takes its columns among them.
+    """
+
+    def __init__(self, words: list[str], code: int, printed: str) -> None:
+        self.code, self.printed = code, " ".join(printed.split())
+        told = [line.partition("  # ")[0] for line in printed.splitlines() if line.startswith("  try ")]
+        added = [shlex.split(line)[1:] for line in told]
+        self.tries, self.steps = [one for one in added if one != ["--yes"]], [words + one for one in added]
+        self.samples, self.labels, self.counts = list[tuple[str, str]](), list[int](), dict[str, int]()
+
+    def refuses(self, said: str) -> Built:
+        """Assert that the rows are refused, and that the error says this."""
+        assert self.code == 3, self.printed
+        assert said in self.printed
+        return self
+
+    @property
+    def learnt(self) -> list[str]:
+        return [labels for _, labels in self.samples]
+
+
+@pytest.fixture
+def run(tmp_path, small_tokenizer, monkeypatch, capsys):
+    """Runs a command and reads the data set x."""
+    monkeypatch.chdir(tmp_path)
+
+    def command(words: list[str]) -> Built:
+        code = main(words)
+        out, err = capsys.readouterr()
+        built = Built(words, code, out + err)
+        if code:
+            return built
+        store = TokenStore.open(Path("data/built_dataset/x"))
+        pairs = [store.sample(index).pair for index in range(store.num_samples)]
+        built.samples = [(small_tokenizer.decode(ids), small_tokenizer.decode(ids[mask])) for ids, mask in pairs]
+        built.labels = next((store.extra[name].tolist() for name in ("label", "class") if name in store.extra), [])
+        built.counts = read_json(store.folder / "report.json")["counts"]
+        return built
+
+    return command
+
+
+@pytest.fixture
+def build(run, small_tokenizer_dir):
+    """Runs `flatout data build` on rows, or on files that are there."""
+
+    def command(
+        rows: list[Row] | None, *options: str, path: str = "rows.jsonl", template: str | None = "chatml"
+    ) -> Built:
+        if rows is not None:
+            write_rows(path, rows)
+        named = ["--template", template] if template else []
+        words = ["data", "build", path, "--tokenizer", str(small_tokenizer_dir), "--name", "x", "--replace", *named]
+        return run([*words, "--num-procs", "1", *options])
+
+    return command

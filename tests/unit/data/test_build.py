@@ -116,22 +116,13 @@ def test_special_tokens_in_plain_text_are_asked_about(maker, small_tokenizer):
     assert maker.build(rare).meta.counts["typed_control"] == 1
 
 
-def test_a_bos_that_is_written_out_is_the_only_one(maker, shared):
-    row = {"text": "<s>[INST] q [/INST] a</s>"}
-    store = open_or_build(
-        maker.config(maker.write([row]), template=None, special_tokens="keep"), str(shared / "tok_mistral_v3")
-    )
-    ids = store.token_ids.tolist()
+@pytest.mark.parametrize(
+    "row", [chat("q", "a"), {"text": "words"}, {"text": "<s>[INST] q [/INST] a</s>"}], ids=["chat", "text", "written"]
+)
+def test_bos_and_eos_come_once(maker, shared, row):
+    config = maker.config(maker.write([row]), template=None, special_tokens="keep")
+    ids = open_or_build(config, str(shared / "tok_mistral_v3")).token_ids.tolist()
     assert (ids[0], ids[-1], ids.count(1), ids.count(2)) == (1, 2, 1, 1)
-
-
-def test_bos_comes_once(tmp_path, maker, shared):
-    mistral = str(shared / "tok_mistral_v3")
-    for row, template in ((chat("q", "a"), None), ({"text": "words"}, None)):
-        config = maker.config(maker.write([row]), template=template)
-        store = open_or_build(config, mistral)
-        assert store.token_ids.tolist().count(1) == 1
-        assert store.token_ids[0] == 1
 
 
 def test_token_rows_are_checked(maker):
@@ -281,15 +272,6 @@ def test_copies_and_windows_of_a_row_share_its_key(maker):
     )
 
 
-def test_a_finished_fingerprint_is_reused(maker):
-    config = maker.config(maker.write([chat("q", "a")]))
-    first = open_or_build(config, maker.tokenizer)
-    stamp = (first.folder / "manifest.json").stat().st_mtime_ns
-    again = open_or_build(config, maker.tokenizer)
-    assert (again.folder / "manifest.json").stat().st_mtime_ns == stamp
-    assert again.meta == first.meta
-
-
 def test_a_set_of_earlier_mask_rules_is_built_anew_and_one_without_masks_stays(maker, monkeypatch):
     chats, texts = maker.config(maker.write([chat("q", "a")])), maker.config(maker.write([{"text": "a"}], "t.jsonl"))
     texts = texts.model_copy(update={"name": "texts"})
@@ -391,7 +373,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(maker):
 @pytest.mark.parametrize(
     ("setting", "value"),
     [("num_samples", 1), ("too_long", "drop"), ("on_bad_row", "skip"), ("seed", 1), ("max_tokens", 9),
-     ("shuffle", False), ("loss_type", "all")],
+     ("shuffle", False), ("loss_type", "all"), ("dedupe", "exact")],
 )  # fmt: skip
 def test_settings_that_a_built_set_does_not_have_are_refused(maker, setting, value):
     store = maker.build([chat("q", "a"), chat("r", "b")])

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from row_cases import data_config, write_rows
 
 from flatout.cli.main import main
-from flatout.config.schema import DataConfig
 from flatout.data.build import open_or_build
 from flatout.data.token_store import TokenStore
 from flatout.errors import DataError
@@ -21,16 +19,6 @@ from flatout.io.json_file import read_json
 from tests.warm_process import WarmProcess
 
 ARRAYS = ("token_ids", "loss_mask", "offsets", "num_label_tokens", "hashes", "files", "rows")
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def data_config(root: Path, rows: Path, **settings: Any) -> DataConfig:
-    base = {"name": "d", "root": root, "template": "chatml", "num_procs": 1, "max_tokens": None}
-    return DataConfig.model_validate(base | {"sources": [{"path": str(rows)}]} | settings)
 
 
 def assert_equal(one: TokenStore, other: TokenStore) -> None:

@@ -78,6 +78,7 @@ def test_options_reach_the_configuration(built, capsys):
         (["--name", "x", "--weight", "1", "--weight", "2"], 2, "2 --weight for 1 sources"),
         (["--name", "x", "--column", "output"], 2, "--column 'output': write FLATOUT_NAME=YOUR_COLUMN"),
         (["--name", "x", "--template", "chatlm"], 3, "there is no template 'chatlm'; known: chatml"),
+        (["--name", "x", "--template", "none.jinja"], 3, "or a .jinja file"),
     ],
 )
 def test_mistakes_are_named(options, code, message, built, capsys):

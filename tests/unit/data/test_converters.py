@@ -74,6 +74,14 @@ def build(tokenizer: Path, converter: str, **settings: Any) -> TokenStore:
 
 RIDDLES = [{"riddle": f"what is {number}", "solution": "it is" if number != 2 else None} for number in range(4)]
 CHAT = '{"messages": [{"role": "user", "content": row["riddle"]}, {"role": "assistant", "content": row["solution"]}]}'
+
+
+def own(body: str) -> None:
+    """A converter of this body in own.py, and rows for it."""
+    write(RIDDLES)
+    Path("own.py").write_text(f"def rows(row):\n    {body}\n")
+
+
 # what the function gives for a row -> how many samples, and bad rows, of RIDDLES
 GIVEN = {
     CHAT: (3, 1),
@@ -90,8 +98,7 @@ GIVEN = {
 
 @pytest.mark.parametrize("given", GIVEN)
 def test_a_function_gives_rows_of_any_format(given, small_tokenizer_dir):
-    write(RIDDLES)
-    Path("own.py").write_text(f"def rows(row):\n    return {given}\n")
+    own(f"return {given}")
     store = build(small_tokenizer_dir, "own.py:rows", on_bad_row="skip")
     assert (store.num_samples, store.meta.counts["bad"]) == GIVEN[given]
 
@@ -110,8 +117,7 @@ def test_a_function_gives_rows_of_any_format(given, small_tokenizer_dir):
     ],
 )
 def test_what_is_no_row_is_refused(body, named, small_tokenizer_dir):
-    write(RIDDLES)
-    Path("own.py").write_text(f"def rows(row):\n    {body}\n")
+    own(body)
     with pytest.raises(DataError) as caught:
         build(small_tokenizer_dir, "own.py:rows")
     assert named in caught.value.text
@@ -159,14 +165,12 @@ def test_a_generator_gets_all_rows_and_what_it_leaves_out_is_counted():
 
 
 def test_the_rows_of_a_file_are_those_that_its_converter_makes() -> None:
-    write(RIDDLES)
-    Path("own.py").write_text("def rows(row):\n    return {'text': row['riddle']}\n")
+    own("return {'text': row['riddle']}")
     assert list(read_rows("rows.jsonl", format="own.py:rows")) == [{"text": row["riddle"]} for row in RIDDLES]
 
 
 def test_a_changed_converter_builds_again_and_a_moved_one_does_not(small_tokenizer_dir):
-    write(RIDDLES)
-    Path("own.py").write_text("def rows(row):\n    return {'text': row['riddle']}\n")
+    own("return {'text': row['riddle']}")
     first = build(small_tokenizer_dir, "own.py:rows").meta.fingerprint
     Path("moved.py").write_bytes(Path("own.py").read_bytes())
     assert build(small_tokenizer_dir, "moved.py:rows").meta.fingerprint == first
@@ -201,8 +205,7 @@ def test_an_error_of_reading_is_not_the_converters(body):
         if is_gone:
             raise ResourceError("the server is gone")
 
-    write(RIDDLES)
-    Path("own.py").write_text(f"def rows(row):\n    {body}\n")
+    own(body)
     config = SourceConfig.model_validate({"path": "rows.jsonl", "format": "own.py:rows"})
     source = converted(replace(open_source(config), read=read_one), config)
     is_gone = False
@@ -214,8 +217,7 @@ def test_an_error_of_reading_is_not_the_converters(body):
 
 def test_names_of_classes_stay_where_a_converter_leaves_the_column():
     names = {"label": ["no", "yes"], "kind": ["a", "b"]}
-    write(RIDDLES)
-    Path("own.py").write_text("def rows(row):\n    return {'text': 'x', 'label': row['label'], 'kind': 'c'}\n")
+    own("return {'text': 'x', 'label': row['label'], 'kind': 'c'}")
     config = SourceConfig.model_validate({"path": "rows.jsonl", "format": "own.py:rows"})
     row = RawRow(Origin("rows.jsonl", 1), {"label": "yes", "kind": "b"}, names)
     source = converted(replace(open_source(config), read=lambda bad_row: iter([row])), config)
@@ -229,8 +231,7 @@ def test_a_format_that_is_no_text_is_refused(value):
 
 
 def test_no_process_of_studio_runs_it(small_tokenizer_dir, tmp_path, monkeypatch):
-    write(RIDDLES)
-    Path("own.py").write_text("def rows(row):\n    return {'text': row['riddle']}\n")
+    own("return {'text': row['riddle']}")
     with monkeypatch.context() as studio:
         studio.setenv("FLATOUT_STUDIO_FOLDERS", json.dumps([str(tmp_path)]))
         with pytest.raises(SecurityError, match=r"own\.py would run as code"):

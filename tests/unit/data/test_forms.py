@@ -14,7 +14,7 @@ from flatout.errors import DataError
 
 TOOLS = ({"type": "function", "function": {"name": "get", "description": "d", "parameters": {"type": "object"}}},)
 ASK, ANSWER = Message("user", "hello"), Message("assistant", "yes")
-CALL = Message("assistant", "", tool_calls=(ToolCall("get", {"city": "Rome"}, "call00000"),))
+CALL = Message("assistant", "", tool_calls=(ToolCall("get", {"city": ["Köln", None]}, "call00000"),))
 THOUGHT = Message("assistant", "yes", reasoning="hm")
 TEXT = "{{ m.content }}"
 CUT = "{{ m.content.split('</think>')[-1] }}"
@@ -42,7 +42,7 @@ TRAINED: dict[str, tuple[str, tuple[Message, ...], tuple[Any, ...], dict[str, An
     # template, turns, tools, its variables, what the text has, what carries loss
     "a list for no tools": (NEEDS_A_LIST, (ASK, ANSWER), (), {}, "hello", "yes<|im_end|>"),
     "another variable": (UNDER_A_NAME, (ASK, ANSWER), TOOLS, {}, "[get]", "yes<|im_end|>"),
-    "arguments as text": (PASTED, (ASK, CALL), (), {}, "get{", 'get{"city": "Rome"}<|im_end|>'),
+    "arguments as text": (PASTED, (ASK, CALL), (), {}, "get{", 'get{"city": ["Köln", null]}<|im_end|>'),
     "inside the content": (INSIDE, (ASK, THOUGHT), (), {}, REASONED, "<think>\nhm\n</think>\n\nyes<|im_end|>"),
     "an opened prompt": (OPENED, (ASK, THOUGHT), (), {}, REASONED, "hm\n</think>\n\nyes<|im_end|>"),
     "a begun answer": (BEGUN, (ASK, THOUGHT), (), {"thinking": True}, "<think>hm</think>", "hm</think>yes<|im_end|>"),

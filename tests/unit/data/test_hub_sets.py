@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from row_cases import read_in_a_process
 from store_stand_in import COMMIT, Files, store_stand_in
 
 from flatout.data.token_store import TokenStore
@@ -44,11 +45,6 @@ def variables_of(hub: Files, home: Path, **variables: str) -> dict[str, str]:
     env = {key: value for key, value in os.environ.items() if not key.startswith(others)}
     env |= {"HF_ENDPOINT": hub.address, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "XDG_CACHE_HOME": str(home)}
     return env | variables
-
-
-def run(hub: Files, home: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    env, command = variables_of(hub, home, **variables), [sys.executable, *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=env)
 
 
 FORKS = """
@@ -141,21 +137,6 @@ def test_the_command_reads_a_set_at_the_commit_that_its_branch_is(hub, tmp_path,
         commands.process.communicate()
 
 
-CODE = """
-import json, sys
-from flatout.config.schema import SourceConfig
-from flatout.data.rows.sources import open_source
-from flatout.errors import FlatoutError
-for given in map(json.loads, sys.argv[1:]):
-    try:
-        source = open_source(SourceConfig(**given))
-        rows = list(source.rows())
-        print(json.dumps([len(rows), rows[0].columns, str(rows[-1].origin), source.num_rows, source.address]))
-    except FlatoutError as error:
-        print(json.dumps([error.exit_code, error.text]))
-"""
-
-
 def test_splits_subsets_and_sets_of_any_kind(hub, tmp_path):
     """What the set's page says of subsets holds; a set that only `datasets` reads is loaded at the same commit."""
     page = b"""---
@@ -189,9 +170,7 @@ configs:
         {"path": "org/set", "subset": "fr"},
         {"path": "org/none"},
     ]
-    done = run(hub, tmp_path, "-c", CODE, *map(json.dumps, asked))
-    assert done.returncode == 0, done.stderr
-    told = [json.loads(line) for line in done.stdout.splitlines()]
+    told = [line[:5] for line in read_in_a_process(variables_of(hub, tmp_path), *asked)]
     at, address = f"hf://datasets/org/set@{COMMIT}", f"hf://datasets/org/parts@{COMMIT}"
     assert told[:3] == [
         [3, ROWS[0], f"{at}/de/a.jsonl.gz:3", None, at],
@@ -215,8 +194,7 @@ configs:
 
 def test_a_set_that_cannot_be_had_names_id_revision_and_the_way_offline(hub, tmp_path):
     asked = {"path": "org/gone", "subset": "en", "revision": "v9"}
-    done = run(hub, tmp_path, "-c", CODE, json.dumps(asked), HF_HUB_OFFLINE="1")
-    [[code, text]] = map(json.loads, done.stdout.splitlines())
+    [[code, text]] = read_in_a_process(variables_of(hub, tmp_path, HF_HUB_OFFLINE="1"), asked)
     assert code == 3
     assert text.startswith("hub data set org/gone[en/train] (revision v9) cannot be loaded: ")
     assert "`hf download org/gone --repo-type dataset --local-dir DIR`" in text

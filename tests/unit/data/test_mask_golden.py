@@ -127,17 +127,3 @@ def test_a_template_whose_turns_cannot_be_proved_is_refused(shared, chats):
     # DeepSeek's counts tool calls over the whole conversation, so varying one turn changes later ones
     with pytest.raises(DataError, match=r"t\.jsonl:3: .*deepseekv3.*messages\[\d\] .*cannot be proved"):
         _trained(_load(shared, "deepseekv3"), chats["rounds"])
-
-
-@pytest.mark.parametrize("name", ["mistral", "phi3"])
-def test_a_role_that_the_template_drops_is_refused(name, shared, chats):
-    own = choose_template(load_tokenizer(str(shared / "tok_mistral_v3")), None, "mistral")
-    template = own if name == "mistral" else _load(shared, name)
-    answered = replace(chats["tool"], messages=(*chats["multi"].messages, chats["tool"].messages[2]), tools=())
-    with pytest.raises(DataError, match=r"messages\[4\] \(tool\): the chat template drops its text"):
-        _trained(template, answered)
-
-
-def test_tool_calls_that_the_template_drops_are_refused(shared, chats):
-    with pytest.raises(DataError, match=r"messages\[1\] \(assistant\): the chat template drops its tool call"):
-        _trained(_load(shared, "llama3_training"), chats["tool"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from row_cases import Row, cases, write_rows
 from transformers import PreTrainedTokenizerFast
 
 from flatout.cli.main import main
@@ -20,7 +21,6 @@ from flatout.errors import DataError
 from flatout.io.json_file import read_json
 from flatout.planner.steps.training_plan import split_held_out
 
-Row = dict[str, Any]
 Build = Callable[..., TokenStore]
 
 
@@ -30,112 +30,7 @@ def turns(*texts: str, first: str = "user") -> list[Row]:
     return [{"role": roles[place % 2], "content": text} for place, text in enumerate(texts)]
 
 
-def said(*texts: str) -> list[Row]:
-    return [{"from": ("human", "gpt")[place % 2], "value": text} for place, text in enumerate(texts)]
-
-
-SYSTEM = {"role": "system", "content": "be good"}
 Q, G, B = turns("hello there"), turns("yes", first="assistant"), turns("no \n it is", first="assistant")
-EARLIER = turns("think", "hello", "hello there")
-HH = "\n\nHuman: hello there\n\nAssistant: "
-# the form -> row, settings of the source, prompt, answers, and the columns of the unit
-PAIR: dict[str, tuple[Row, Row, list[Row], list[list[Row]], Row]] = {
-    "texts": ({"prompt": "hello there", "chosen": "yes", "rejected": "no \n it is"}, {}, Q, [G, B], {}),
-    "lists": ({"prompt": Q, "chosen": G, "rejected": B, "margin": 0.5}, {}, Q, [G, B], {"margin": 0.5}),
-    "turns": ({"prompt": Q, "chosen": G[0], "rejected": B[0]}, {"format": "preference"}, Q, [G, B], {}),
-    "implicit prompt": ({"chosen": [*Q, *G], "rejected": [*Q, *B]}, {}, Q, [G, B], {}),
-    "a prompt twice": ({"prompt": Q, "chosen": [*Q, *G], "rejected": [*Q, *B]}, {}, Q, [G, B], {}),
-    "several turns in common": ({"chosen": [*EARLIER, *G], "rejected": [*EARLIER, *B]}, {}, EARLIER, [G, B], {}),
-    "an answer in common": (
-        {"prompt": EARLIER[:1], "chosen": [*EARLIER[1:], *G], "rejected": [*EARLIER[1:], *B]}, {},
-        EARLIER, [G, B], {},
-    ),
-    "answers of several turns": (
-        {"chosen": [*Q, *G, *turns("think", "is")], "rejected": [*Q, *B, *turns("there", "the answer")]}, {},
-        Q, [[*G, *turns("think", "is")], [*B, *turns("there", "the answer")]], {},
-    ),
-    "UltraFeedback": (
-        {"prompt": "hello there", "messages": [*Q, *G], "chosen": [*Q, *G], "rejected": [*Q, *B],
-         "score_chosen": 8.5, "score_rejected": 3}, {}, Q, [G, B], {"margin": 5.5},
-    ),
-    "argilla's UltraFeedback": (
-        {"prompt": "hello there", "chosen": [*Q, *G], "rejected": [*Q, *B], "chosen-rating": 4, "rejected-rating": 4},
-        {}, Q, [G, B], {"margin": 0.0},
-    ),
-    "ShareGPT ranking": (
-        {"conversations": [{"from": "system", "value": "be good"}, *said("hello there")],
-         "chosen": {"from": "gpt", "value": "yes"}, "rejected": {"from": "gpt", "value": "no \n it is"}}, {},
-        [SYSTEM, *Q], [G, B], {},
-    ),
-    "alpaca ranking": (
-        {"instruction": "hello", "input": "there", "history": [["think", "hello"]], "chosen": "yes",
-         "rejected": "no \n it is"}, {}, [*EARLIER[:2], *turns("hello\nthere")], [G, B], {},
-    ),
-    "chatml.intel": (
-        {"system": "be good", "question": "hello there", "chosen": "yes", "rejected": "no \n it is"}, {},
-        [SYSTEM, *Q], [G, B], {},
-    ),
-    "chatml.argilla": (
-        {"instruction": "hello there", "chosen_response": "yes", "rejected_response": "no \n it is"}, {},
-        Q, [G, B], {},
-    ),
-    "chatml.icr": ({"input": "hello there", "chosen": "yes", "rejected": "no \n it is"}, {}, Q, [G, B], {}),
-    "chatml.ultra": ({"prompt": "hello there", "chosen": [*Q, *G], "rejected": [*Q, *B]}, {}, Q, [G, B], {}),
-    "chatml.prompt_pairs": (
-        {"system": "be good", "prompt": "hello there", "chosen": "yes", "rejected": "no \n it is"}, {},
-        [SYSTEM, *Q], [G, B], {},
-    ),
-    "ms-swift": ({"messages": [*EARLIER, *G], "rejected_response": "no \n it is"}, {}, EARLIER, [G, B], {}),
-    "ms-swift's chats": ({"messages": [*EARLIER, *G], "rejected_messages": [*EARLIER, *B]}, {}, EARLIER, [G, B], {}),
-    "ms-swift's old rows": (
-        {"conversations": said("hello there", "yes"), "rejected_response": "no \n it is"}, {}, Q, [G, B], {},
-    ),
-    "the last answer is the chosen one": (
-        {"messages": [*Q, *G], "rejected": "no \n it is"}, {"format": "preference"}, Q, [G, B], {},
-    ),
-    "hh-rlhf": ({"chosen": f"{HH}yes", "rejected": f"{HH}no \n it is"}, {}, Q, [G, B], {}),
-    "names of one's own": (
-        {"ask": "hello there", "good": "yes", "worse": "no \n it is"},
-        {"columns": {"prompt": "ask", "chosen": "good", "rejected": "worse"}}, Q, [G, B], {},
-    ),
-    "the source's system": (
-        {"prompt": "hello there", "chosen": "yes", "rejected": "no \n it is"}, {"system": "be good"},
-        [SYSTEM, *Q], [G, B], {},
-    ),
-    "reward": (
-        {"prompt": "hello there", "chosen": "yes", "rejected": "no \n it is", "margin": "2"}, {"format": "reward"},
-        Q, [G, B], {"margin": 2.0},
-    ),
-    "scores in the answers": (
-        {"instruction": "hello there", "completions": [
-            {"response": "no \n it is", "overall_score": 2}, {"response": "yes", "overall_score": 7.5}]}, {},
-        Q, [G, B], {"margin": 5.5},
-    ),
-    "ranks in the answers": (
-        {"prompt": "hello there", "answers": [{"answer": "no \n it is", "rank": 2}, {"answer": "yes", "rank": 1}]}, {},
-        Q, [G, B], {},
-    ),
-    "scores beside the answers": (
-        {"prompt": Q, "responses": ["yes", "no \n it is", "yes"], "scores": [0.5, -1, 0.5]}, {},
-        Q, [G, B], {"margin": 1.5},
-    ),
-}  # fmt: skip
-KTO: dict[str, tuple[Row, Row, list[Row], list[list[Row]], Row]] = {
-    "TRL": ({"prompt": "hello there", "completion": "yes", "label": False}, {}, Q, [G], {"label": 0}),
-    "TRL's lists": ({"prompt": Q, "completion": G, "label": True}, {}, Q, [G], {"label": 1}),
-    "LLaMA-Factory": ({"messages": [*EARLIER, *G], "kto_tag": 0}, {}, EARLIER, [G], {"label": 0}),
-    "alpaca": (
-        {"instruction": "hello", "input": "there", "output": "yes", "kto_tag": "true"}, {},
-        turns("hello\nthere"), [G], {"label": 1},
-    ),
-    "ShareGPT": (
-        {"conversations": said("hello there", "yes"), "label": True}, {"format": "kto"}, Q, [G], {"label": 1},
-    ),
-    "names of one's own": (
-        {"q": "hello there", "a": "yes", "verdict": "bad"},
-        {"format": "kto", "columns": {"prompt": "q", "completion": "a", "label": "verdict"}}, Q, [G], {"label": 0},
-    ),
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -145,8 +40,7 @@ def build(tmp_path, small_tokenizer_dir):
 
     def run(rows: list[Row], settings: Row | None = None, *, source: Row | None = None, **more: Any) -> TokenStore:
         told.clear()
-        file = tmp_path / "rows.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        file = write_rows(tmp_path / "rows.jsonl", rows)
         values = {"name": "d", "root": tmp_path / "data", "template": "chatml", "num_procs": 1, **(settings or {})}
         config = DataConfig.model_validate(values | {"sources": [{"path": str(file), **(source or {})}]})
         return open_or_build(config, str(small_tokenizer_dir), log=told.append, **more)
@@ -169,11 +63,11 @@ def rendered(tokenizer: PreTrainedTokenizerFast, prompt: list[Row], answer: list
     return whole["input_ids"], mask
 
 
-@pytest.mark.parametrize("form", [*PAIR, *(f"kto: {name}" for name in KTO)])
-def test_a_row_becomes_what_a_plain_rendering_gives(build, small_tokenizer, form):
-    row, source, prompt, answers, columns = PAIR[form] if form in PAIR else KTO[form.removeprefix("kto: ")]
-    store = build([row, row], source=source)
-    wanted = [rendered(small_tokenizer, prompt, answer) for answer in answers] * 2
+@pytest.mark.parametrize("case", cases("compared.jsonl"), ids=lambda case: case["is"])
+def test_a_row_becomes_what_a_plain_rendering_gives(build, small_tokenizer, case):
+    store = build([case["row"]] * 2, source=case["source"])
+    answers, columns = case["answers"], case["columns"]
+    wanted = [rendered(small_tokenizer, case["prompt"], answer) for answer in answers] * 2
     assert [[ids.tolist(), mask.astype(int).tolist()] for ids, mask in all_samples(store)] == [*map(list, wanted)]
     assert store.unit_starts is not None
     assert np.diff(np.append(np.flatnonzero(store.unit_starts), store.num_samples)).tolist() == [len(answers)] * 2
@@ -196,7 +90,7 @@ def test_calls_results_and_tools_of_both_answers(build, small_tokenizer):
         {"role": "tool", "tool_call_id": "c1", "content": "no"},
         *turns("the answer", first="assistant"),
     ]
-    prompt = [SYSTEM, *EARLIER]
+    prompt = [{"role": "system", "content": "be good"}, *turns("think", "hello", "hello there")]
     row = {"chosen": [*prompt, *called], "rejected": [*prompt, *B], "tools": TOOLS}
     pair = build([row], {"template": "qwen3"})
     silent = [{**turn, "train": False} if turn["role"] == "assistant" else turn for turn in prompt]
@@ -216,6 +110,7 @@ def all_samples(store: TokenStore) -> list[tuple[Any, Any]]:
 
 GOOD_PAIR = {"prompt": "hello there", "chosen": "yes", "rejected": "no"}
 GOOD_LISTS = {"prompt": "hello there", "chosen": [*Q, *G], "rejected": [*Q, *B]}
+CHAT_PAIR = {"messages": [*Q, *G], "rejected_response": "no"}
 WRONG: list[tuple[Row, str]] = [
     ({"rejected": "yes"}, "chosen and rejected are equal, so neither is better"),
     ({"rejected": None}, "rejected is missing; every answer needs its text"),
@@ -238,12 +133,17 @@ WRONG: list[tuple[Row, str]] = [
         {"prompt": "other", "chosen": [*Q, *G], "rejected": [*Q, *B]},
         "prompt is not among the messages of chosen, which begins with a prompt of its own",
     ),
+    ({"rejected_response": "yes"}, r"messages\[1\] and rejected_response are equal, so neither is better"),
+    ({"rejected_response": None}, "rejected_response is missing; every answer needs its text"),
+    ({"messages": [*Q, *G, *Q]}, r"messages\[2\] is a turn of user, so rejected_response has no answer beside it"),
+    ({"messages": G}, r"messages\[0\] begins with an answer, and there is no prompt"),
 ]
 
 
 @pytest.mark.parametrize(("change", "message"), WRONG)
 def test_a_row_that_is_no_pair_is_bad_and_counted(build, change, message):
     good = GOOD_LISTS if isinstance(change.get("chosen"), list) else GOOD_PAIR
+    good = CHAT_PAIR if change.keys() & CHAT_PAIR.keys() else good
     if isinstance(change.get("prompt"), list):
         good = {**good, "prompt": Q}
     rows = [good, {**good, **change}, good]
@@ -252,27 +152,6 @@ def test_a_row_that_is_no_pair_is_bad_and_counted(build, change, message):
     kept = build(rows, {"on_bad_row": "skip"})
     assert (kept.meta.counts["bad"], kept.meta.counts["pairs"], kept.num_samples) == (1, 2, 4)
     assert build([good] * 3).num_samples == 6
-
-
-CHAT_PAIR = {"messages": [*Q, *G], "rejected_response": "no"}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"rejected_response": "yes"}, r"messages\[1\] and rejected_response are equal, so neither is better"),
-        ({"rejected_response": None}, "rejected_response is missing; every answer needs its text"),
-        ({"messages": [*Q, *G, *Q]}, r"messages\[2\] is a turn of user, so rejected_response has no answer beside it"),
-        ({"messages": G}, r"messages\[0\] begins with an answer, and there is no prompt"),
-    ],
-)
-def test_a_chat_that_is_no_pair_is_bad_and_counted(build, change, message):
-    rows = [CHAT_PAIR, {**CHAT_PAIR, **change}, CHAT_PAIR]
-    with pytest.raises(DataError, match=rf"rows\.jsonl:2: {message}"):
-        build(rows)
-    kept = build(rows, {"on_bad_row": "skip"})
-    assert (kept.meta.counts["bad"], kept.meta.counts["pairs"], kept.num_samples) == (1, 2, 4)
-    assert build([CHAT_PAIR] * 3).num_samples == 6
 
 
 def test_scores_that_contradict_the_pair_and_equal_tokens_are_bad(build, tmp_path):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from picture_world import FAMILIES, draw, make_picture_model, make_reader
 from PIL import Image
+from row_cases import Row, cases, write_rows
 
 from flatout.api.inputs import data_file
 from flatout.config.schema import DataConfig
@@ -58,7 +59,7 @@ def build(readers, tmp_path):
         if isinstance(rows, str):
             path = Path(rows)
         else:
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            write_rows(path, rows)
         values = {"name": "set", "root": tmp_path / "data", "sources": [{"path": str(path)}], "num_procs": 1}
         return open_or_build(DataConfig(**values | settings), str(readers(family)))
 
@@ -69,39 +70,10 @@ def row(*parts: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": list(parts)}, ANSWER]}
 
 
-FORMS: dict[str, dict[str, Any]] = {
-    "path": row({"type": "image", "path": PATH}, ASKED),
-    "image": row({"type": "image", "image": PATH}, ASKED),
-    "base64": row({"type": "image", "base64": BASE64}, ASKED),
-    "openai": row(
-        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{BASE64}", "detail": "low"}}, ASKED
-    ),
-    "responses": row({"type": "input_image", "image_url": f"data:image/png;base64,{BASE64}"}, ASKED),
-    "anthropic": row(
-        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": BASE64}}, ASKED
-    ),
-    "trl": {**row({"type": "image"}, ASKED), "images": [PATH]},
-    "trl without parts": {"messages": [{"role": "user", "content": "what is shown?"}, ANSWER], "images": [PATH]},
-    "llama-factory": {"messages": [{"role": "user", "content": MARKED}, ANSWER], "images": [PATH]},
-    "sharegpt": {
-        "conversations": [{"from": "human", "value": MARKED}, {"from": "gpt", "value": "a red square"}],
-        "images": [PATH],
-    },
-    "llava": {
-        "id": "1", "image": PATH,
-        "conversations": [{"from": "human", "value": MARKED}, {"from": "gpt", "value": "a red square"}],
-    },
-    "alpaca": {"instruction": MARKED, "output": "a red square", "images": [PATH]},
-    "prompt and completion": {
-        "prompt": [{"role": "user", "content": MARKED}], "completion": [ANSWER],
-        "images": [{"bytes": None, "path": PATH}],
-    },
-    "question and answer": {"question": "what is shown?", "answer": "a red square", "image": PATH},
-    "problem and answer": {"problem": MARKED, "answer": "a red square", "images": [PATH]},
-    "several answers": {"question": MARKED, "answers": ["blue", "a red square", "a red square"], "img": PATH},
-    "a column of paths": {"query": "what is shown?", "response": "a red square", "image_path": PATH},
-    "a picture beside a chat": {"messages": [{"role": "user", "content": MARKED}, ANSWER], "picture": PATH},
-}  # fmt: skip
+# every form of a picture in a row; BASE64 stands for its content
+FORMS: dict[str, Row] = {
+    case["is"]: json.loads(json.dumps(case["row"]).replace("BASE64", BASE64)) for case in cases("pictures.jsonl")
+}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -120,7 +92,7 @@ def test_a_set_whose_pictures_have_changed_is_built_again(readers, tmp_path):
     picture.write_bytes(CONTENT)
     (tmp_path / "b.png").write_bytes(OTHER)
     rows = [FORMS["image"], row({"type": "image", "path": "b.png"}, ASKED)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    write_rows(tmp_path / "rows.jsonl", rows)
     config, told = DataConfig(sources=[{"path": str(tmp_path / "rows.jsonl")}], root=tmp_path / "data"), list[str]()
 
     def pictures(**options: Any) -> list[bytes]:

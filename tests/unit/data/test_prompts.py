@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from row_cases import Row, cases, write_rows
 from transformers import PreTrainedTokenizerFast
 
 from flatout.cli.main import main
@@ -16,35 +17,14 @@ from flatout.data.prompts import PromptSet, read_prompts
 from flatout.data.templates.template import ChatTemplate, template_text
 from flatout.errors import DataError, UsageError
 
-Row = dict[str, Any]
 ASK = {"role": "user", "content": "hello there"}
 SYSTEM = {"role": "system", "content": "be good"}
-# the form -> a row, and the turns it asks
-FORMS: dict[str, tuple[Row, list[Row]]] = {
-    "a text": ({"prompt": "hello there", "answer": "yes"}, [ASK]),
-    "GSM8K": ({"question": "hello there", "answer": "#### 72"}, [ASK]),
-    "problem and solution": ({"problem": "hello there", "solution": "$x$", "label": False}, [ASK]),
-    "alpaca": ({"instruction": "hello", "input": "there", "output": "yes"}, [ASK | {"content": "hello\nthere"}]),
-    "TRL": ({"prompt": [SYSTEM, ASK], "ground_truth": 3, "rejected": "no"}, [SYSTEM, ASK]),
-    "verl": (
-        {"data_source": "gsm8k", "prompt": [ASK], "reward_model": {"style": "rule", "ground_truth": "72"},
-         "extra_info": {"index": 0, "split": "train"}}, [ASK],
-    ),
-    "messages": ({"messages": [ASK, {"role": "assistant", "content": "yes"}, ASK], "score": 0.5, "mask": True},
-                 [ASK, {"role": "assistant", "content": "yes"}, ASK]),
-    "ShareGPT": ({"conversations": [{"from": "human", "value": "hello there"}], "id": "a"}, [ASK]),
-    "parts": ({"prompt": [{"type": "text", "text": "hello "}, {"type": "text", "text": "there"}]}, [ASK]),
-    "a chat as JSON": ({"messages": json.dumps([ASK]), "answer": "yes"}, [ASK]),
-    "a system column": ({"prompt": "hello there", "system": "be good"}, [SYSTEM, ASK]),
-}  # fmt: skip
-# what TRL's functions get as texts, whatever the column's name
-TEXTS = ("a text", "GSM8K", "problem and solution", "alpaca", "a system column")
 
 
 @pytest.fixture
 def read(tmp_path, small_tokenizer_dir):
     def read(rows: list[Row], source: Row | None = None, most: int | None = None, **settings: Any) -> PromptSet:
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(tmp_path / "rows.jsonl", rows)
         values = {"sources": [{"path": str(tmp_path / "rows.jsonl"), **(source or {})}], "template": "chatml"}
         config = DataConfig.model_validate(values | {"num_procs": 1} | settings)
         return read_prompts(config, str(small_tokenizer_dir), limits={"rollout.max_prompt_tokens": most})
@@ -52,16 +32,16 @@ def read(tmp_path, small_tokenizer_dir):
     return read
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_asks_its_turns_and_keeps_its_row(read, form, small_tokenizer: PreTrainedTokenizerFast):
-    row, turns = FORMS[form]
+@pytest.mark.parametrize("case", cases("prompts.jsonl"), ids=lambda case: case["is"])
+def test_every_form_asks_its_turns_and_keeps_its_row(read, case, small_tokenizer: PreTrainedTokenizerFast):
+    row, turns = case["row"], case["asks"]
     prompt = read([row])[0]
     template = ChatTemplate.checked(*template_text(small_tokenizer, "chatml", "small"), small_tokenizer)
     text = template.render(turns, generation_prompt=True)
     assert list(prompt.token_ids) == small_tokenizer(text, add_special_tokens=False)["input_ids"]
     assert text.endswith("assistant\n")
     assert list(prompt.messages) == turns
-    assert prompt.is_text == (form in TEXTS)
+    assert prompt.is_text == case.get("text", False)  # what TRL's functions get as one, whatever the column's name
     assert prompt.row == row
     assert str(prompt.origin).endswith("rows.jsonl:1")
 

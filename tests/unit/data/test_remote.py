@@ -4,13 +4,12 @@ import gzip
 import io
 import json
 import os
-import subprocess
-import sys
 from typing import Any
 
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from row_cases import read_in_a_process
 from store_stand_in import COMMIT, store_stand_in
 
 from flatout.cli.main import main
@@ -199,54 +198,24 @@ def test_the_command_builds_from_an_address_and_writes_no_secret(files, tmp_path
     assert any(b"token=***" in content for content in written)
 
 
-CODE = """
-import sys
-from flatout.config.schema import SourceConfig
-from flatout.data.rows.sources import open_source
-from flatout.errors import FlatoutError
-for path in sys.argv[1:]:
-    try:
-        source = open_source(SourceConfig(path=path))
-        rows = [row.columns for row in source.rows()]
-        print(len(rows), rows[:2] == [{"text": f"row {n} " + "word " * 40} for n in (0, 1)], *source.files)
-    except FlatoutError as error:
-        print(error.exit_code, error)
-"""
-
-
-def told_of(*paths: str, **variables: str) -> list[str]:
-    """What a process of its own reads: these clients look at the environment once, or hold Python's lock."""
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, *paths],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, **variables},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
 def test_google_buckets(files):
-    told = told_of("gs://b/x/1.jsonl", "gs://b/x/2.parquet", "gs://b/x", "gs://b/x/[12].*", "gs://b/none.jsonl")
-    assert [line.split(" gs://")[0] for line in told[:4]] == ["200 True", "200 True", "600 True", "400 True"]
-    assert told[4] == "3 gs://b/none.jsonl: nothing is there; check the address"
+    paths = ("gs://b/x/1.jsonl", "gs://b/x/2.parquet", "gs://b/x", "gs://b/x/[12].*", "gs://b/none.jsonl")
+    told = read_in_a_process(os.environ, *({"path": path} for path in paths))
+    assert [line[:2] for line in told[:4]] == [[count, ROWS[0]] for count in (200, 200, 600, 400)]
+    assert told[4] == [3, "gs://b/none.jsonl: nothing is there; check the address"]
 
 
 def test_hub_addresses_are_pinned_to_a_commit(files, tmp_path):
     files.objects = {"org/set/data/1.jsonl": LINES, "org/set/2.parquet": table(), "org/set/README.md": b"hello"}
     variables = {"HF_ENDPOINT": files.address, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1"}
     set_, pinned = "hf://datasets/org/set", f"hf://datasets/org/set@{COMMIT}"
-    told = told_of(
+    paths = (
         f"{set_}/data/1.jsonl", f"{set_}@main/2.parquet", set_, f"{set_}/*/*.jsonl", f"{set_}/3.csv",
-        "hf://datasets/org/none", **variables,
+        "hf://datasets/org/none",
     )  # fmt: skip
-    assert told[:4] == [
-        f"200 True {pinned}/data/1.jsonl",
-        f"200 True {pinned}/2.parquet",
-        f"400 True {pinned}/2.parquet {pinned}/data/1.jsonl",
-        f"200 True {pinned}/data/1.jsonl",
-    ]
-    for line in told[4:]:
-        assert "nothing is there; check the address; a private one looks the same without a login" in line
+    told = read_in_a_process({**os.environ, **variables}, *({"path": path} for path in paths))
+    lines, table_ = f"{pinned}/data/1.jsonl", f"{pinned}/2.parquet"
+    wanted = [(200, [lines]), (200, [table_]), (400, [table_, lines]), (200, [lines])]
+    assert [(line[0], line[1], line[5:]) for line in told[:4]] == [(count, ROWS[0], own) for count, own in wanted]
+    for _, text in told[4:]:
+        assert "nothing is there; check the address; a private one looks the same without a login" in text

@@ -7,7 +7,6 @@ it goes through `flatout data build`; what is trained is compared with texts wri
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,6 @@ from pyarrow import parquet
 from transformers import PreTrainedTokenizerFast
 
 import flatout
-from flatout.cli.main import main
 from flatout.config.schema import DataConfig
 from flatout.data.build import open_or_build
 from flatout.data.token_store import TokenStore
@@ -31,58 +29,6 @@ Row = dict[str, Any]
 PROMPT = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 OTHER = "<start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n"
 CHATML = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-
-
-class Built:
-    """A command: exit code, what it printed, and of each sample its text, the text with loss, and label or class.
-
-    `steps` are the command with what its error says to try.
-    """
-
-    def __init__(self, words: list[str], code: int, printed: str) -> None:
-        self.code, self.printed = code, " ".join(printed.split())
-        tries = [line.partition("  # ")[0] for line in printed.splitlines() if line.startswith("  try ")]
-        self.steps = [words + shlex.split(line)[1:] for line in tries]
-        self.samples, self.labels = list[tuple[str, str]](), list[int]()
-
-
-Build = Callable[..., Built]
-
-
-@pytest.fixture
-def run(tmp_path, small_tokenizer, monkeypatch, capsys):
-    """Runs a command and reads the data set x."""
-    monkeypatch.chdir(tmp_path)
-
-    def command(words: list[str]) -> Built:
-        code = main(words)
-        out, err = capsys.readouterr()
-        built = Built(words, code, out + err)
-        if code:
-            return built
-        store = TokenStore.open(Path("data/built_dataset/x"))
-        pairs = [store.sample(index).pair for index in range(store.num_samples)]
-        built.samples = [(small_tokenizer.decode(ids), small_tokenizer.decode(ids[mask])) for ids, mask in pairs]
-        built.labels = next((store.extra[name].tolist() for name in ("label", "class") if name in store.extra), [])
-        return built
-
-    return command
-
-
-@pytest.fixture
-def build(run, small_tokenizer_dir):
-    """Runs `flatout data build` on rows, or on files that are there."""
-
-    def command(
-        rows: list[Row] | None, *options: str, path: str = "rows.jsonl", template: str | None = "chatml"
-    ) -> Built:
-        if rows is not None:
-            Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        named = ["--template", template] if template else []
-        words = ["data", "build", path, "--tokenizer", str(small_tokenizer_dir), "--name", "x", "--replace", *named]
-        return run([*words, "--num-procs", "1", *options])
-
-    return command
 
 
 def turns(asked: str, answer: str) -> list[Row]:
@@ -109,8 +55,7 @@ FORMS: dict[str, tuple[Callable[[str, str, str], Row], int]] = {
 def test_rows_with_the_markers_of_a_template_stop_the_build_and_can_be_trained_as_they_stand(build, form):
     make, num_samples = FORMS[form]
     row = make(PROMPT, "sure<|im_end|>", "no<|im_end|>")
-    refused = build([row] * 3)
-    assert (refused.code, "3 of 3 texts contain special tokens of the tokenizer" in refused.printed) == (3, True)
+    refused = build([row] * 3).refuses("3 of 3 texts contain special tokens of the tokenizer")
     plain = [] if form == "prompt_completion" else ["--template", "plain"]
     assert refused.steps[0][-2 - len(plain) :] == ["--special-tokens", "keep", *plain]
     kept = build([row] * 3, "--special-tokens", "keep", template="plain")
@@ -120,8 +65,7 @@ def test_rows_with_the_markers_of_a_template_stop_the_build_and_can_be_trained_a
     # as text, every marker is letters: the only tokens are those that are written around them
     spelt = build([row] * 3, "--special-tokens", "text")
     assert spelt.code == 0
-    foreign = build([make(OTHER, "sure<end_of_turn>", "no<end_of_turn>")] * 3)
-    assert (foreign.code, "3 of 3 texts contain <start_of_turn>" in foreign.printed) == (3, True)
+    build([make(OTHER, "sure<end_of_turn>", "no<end_of_turn>")] * 3).refuses("3 of 3 texts contain <start_of_turn>")
     assert build([make(OTHER, "sure<end_of_turn>", "no")] * 3, "--special-tokens", "text").code == 0
     assert build([make("hi", "sure", "no")] * 3).code == 0
 
@@ -137,8 +81,7 @@ def test_kept_markers_are_tokens_and_nothing_is_added(build, small_tokenizer):
     assert "no chat template is applied" in built.printed
     called = {"type": "function", "function": {"name": "f", "arguments": {}}}
     tools = {"messages": [*turns("q", "")[:1], {"role": "assistant", "content": "", "tool_calls": [called]}]}
-    refused = build([tools], "--special-tokens", "keep", template="plain")
-    assert (refused.code, "tools, reasoning or pictures beside them" in refused.printed) == (3, True)
+    build([tools], "--special-tokens", "keep", template="plain").refuses("tools, reasoning or pictures beside them")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -203,22 +146,21 @@ def test_a_bad_answer_is_never_learnt_in_silence(build, run, verdict):
     good: Row = {name: not value if isinstance(value, bool) else other.get(value, "good")}
     good = {name: [good[name]]} if isinstance(verdict[name], list) else good
     rows = [{**ASKED, "output": "good one", **good}, {**ASKED, **MADE, **verdict}]
-    refused = build(rows)
-    assert (refused.code, f"rows.jsonl:2: {name} is " in refused.printed) == (3, True)
+    refused = build(rows).refuses(f"rows.jsonl:2: {name} is ")
     done = {" ".join(step[-4:]): run(step) for step in refused.steps}
     learns = [built for words, built in done.items() if "--format kto" in words]
     assert [(built.code, built.labels) for built in learns] == [(0, [1, 0])]
-    assert [learnt for _, learnt in learns[0].samples] == ["good one<|im_end|>", "bad one<|im_end|>"]
+    assert learns[0].learnt == ["good one<|im_end|>", "bad one<|im_end|>"]
     left_out = next(built for words, built in done.items() if words.endswith("--on-bad-row skip"))
-    assert [learnt for _, learnt in left_out.samples] == ["good one<|im_end|>"]
+    assert left_out.learnt == ["good one<|im_end|>"]
     ignored = next(built for words, built in done.items() if words.endswith("=ignored"))
-    assert [learnt for _, learnt in ignored.samples] == ["good one<|im_end|>", "bad one<|im_end|>"]
+    assert ignored.learnt == ["good one<|im_end|>", "bad one<|im_end|>"]
 
 
 @pytest.mark.parametrize("verdict", usual(GOOD, [GOOD[0], GOOD[2], GOOD[5], GOOD[-2], GOOD[-6]]), ids=str)
 def test_what_is_no_bad_verdict_is_trained(build, verdict):
     built = build([{**ASKED, **MADE, **verdict}])
-    assert [learnt for _, learnt in built.samples] == ["bad one<|im_end|>"], built.printed
+    assert built.learnt == ["bad one<|im_end|>"], built.printed
 
 
 def test_the_label_of_a_text_is_its_class(build):
@@ -267,8 +209,7 @@ def test_two_answers_without_a_clear_verdict_are_refused(build, row, why):
 
 def test_more_than_two_answers_are_no_pair(build, run):
     quiz = {"question": "q", "answerA": "x", "answerB": "y", "answerC": "z", "label": "1"}
-    refused = build([quiz])
-    assert (refused.code, "no known format has these columns" in refused.printed) == (3, True)
+    refused = build([quiz]).refuses("no known format has these columns")
     assert run(refused.steps[0]).code == 0  # an example, with columns that the rows have
     named = build([{"id": 1, "score": 2.5}])
     assert ("rename them to (messages), (instruction, output)" in named.printed, named.steps) == (True, [])
@@ -338,7 +279,7 @@ def test_files_named_for_testing_are_left_out_and_told(build, names, path, train
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps({"instruction": "q", "output": name.removesuffix(".jsonl")}) + "\n")
     built = build(None, path=path)
-    assert [learnt for _, learnt in built.samples] == [f"{name}<|im_end|>" for name in trained]
+    assert built.learnt == [f"{name}<|im_end|>" for name in trained]
     assert said in built.printed
 
 
@@ -356,8 +297,7 @@ def test_class_labels_have_their_names_in_their_order(build):
     assert "2 labels: zeta (1), alpha (2)" in built.printed
     table("k.parquet", {"prompt": ["q", "q"], "completion": ["a", "b"], "label": [0, 1]}, ["good", "bad"])
     assert build(None, "--format", "kto", path="k.parquet").labels == [1, 0]
-    refused = build(None, path="k.parquet")
-    assert (refused.code, "k.parquet:2: label is bad, so this answer is a bad example" in refused.printed) == (3, True)
+    build(None, path="k.parquet").refuses("k.parquet:2: label is bad, so this answer is a bad example")
     table("n.parquet", {"text": ["a", "b"], "label": [0, -1]}, ["x", "y"])
     assert "n.parquet:2: label is null" in build(None, "--format", "classify", path="n.parquet").printed
 
@@ -387,7 +327,7 @@ def test_a_table_named_txt_gets_a_word(build):
     Path("q.txt").write_text("q1\ta1\nq2\ta2\n")
     assert "text files have a tab in each line" in build(None, path="q.txt").printed
     Path("q.tsv").write_text("instruction\toutput\nq1\ta1\nq2\ta2\n")
-    assert [learnt for _, learnt in build(None, path="q.tsv").samples] == ["a1<|im_end|>", "a2<|im_end|>"]
+    assert build(None, path="q.tsv").learnt == ["a1<|im_end|>", "a2<|im_end|>"]
     Path("q.txt").write_text("words\nand\ta tab\n")
     assert "tab in each line" not in build(None, path="q.txt").printed
 
@@ -397,7 +337,7 @@ def test_a_list_of_rows_is_read_whatever_its_name(build, indent):
     rows = [{"instruction": "q", "output": f"a{n}"} for n in range(12)]
     Path("rows.jsonl").write_text(json.dumps(rows, indent=indent))
     built = build(None)
-    assert [learnt for _, learnt in built.samples] == [f"a{n}<|im_end|>" for n in range(12)]
+    assert built.learnt == [f"a{n}<|im_end|>" for n in range(12)]
     Path("rows.jsonl").write_text(json.dumps(rows, indent=indent)[:-3])
     assert build(None).code == 3
 
@@ -427,8 +367,7 @@ def test_the_proposed_length_keeps_the_rows(build, run):
 @pytest.mark.parametrize("form", ["pairs", "kto", "choice"])
 def test_pictures_beside_compared_answers_are_refused_for_the_true_reason(build, form):
     row = FORMS[form][0]("q", "a", "b")
-    refused = build([{**row, "image": "x.png"}])
-    assert (refused.code, "'image' holds images, which are read in chats" in refused.printed) == (3, True)
+    build([{**row, "image": "x.png"}]).refuses("'image' holds images, which are read in chats")
     assert build([{**row, "image": None}]).code == 0
     assert build([{**row, "image": "x.png"}], "--key", "image=ignored").code == 0
 

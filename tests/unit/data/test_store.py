@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -160,51 +161,36 @@ def _flip_bit(folder: Path, name: str = "token_ids", at: int = 2) -> None:
     (folder / f"{name}.npy").write_bytes(data)
 
 
-def _cut(folder: Path) -> None:
-    data = (folder / "loss_mask.npy").read_bytes()
-    (folder / "loss_mask.npy").write_bytes(data[:-2])
-
-
-def _remove(folder: Path) -> None:
-    (folder / "offsets.npy").unlink()
-
-
-def _newer(folder: Path) -> None:
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"version": 99}))
-
-
-def _shorten(folder: Path) -> None:
-    np.save(folder / "num_labels.npy", np.zeros(2, np.int64))
-
-
-def _pickle(folder: Path) -> None:
-    np.save(folder / "rows.npy", np.array([{}, 1, 2], dtype=object), allow_pickle=True)
-
-
-def _tear_header(folder: Path) -> None:
-    (folder / "rows.npy").write_bytes((folder / "rows.npy").read_bytes().replace(b"(3,)}", b"(3,( "))
+def _saved(values: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, values, allow_pickle=True)
+    return file.getvalue()
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("name", "damage", "message"),
     [
-        (_tear_header, r"rows\.npy: damaged or missing"),
-        (lambda folder: _flip_bit(folder, "offsets", 9), r"offsets\.npy: shard 0 .* does not match its hash"),
-        (_cut, r"loss_mask\.npy: damaged or missing"),
-        (_remove, r"offsets\.npy: damaged or missing"),
-        (_newer, r"manifest\.json: found format version 99, but this flatout reads 4"),
-        (_shorten, r"num_labels\.npy: found int64 \(2,\), expected int64 \(3,\)"),
-        (_pickle, r"rows\.npy: damaged or missing"),
-        (lambda folder: (folder / "manifest.json").unlink(), r"is not a built data set \(manifest\.json is missing\)"),
-        (lambda folder: (folder / "manifest.json").write_text("{"), r"manifest\.json: not readable as JSON"),
+        ("rows.npy", lambda old: old.replace(b"(3,)}", b"(3,( "), "damaged or missing"),
+        ("rows.npy", lambda old: _saved(np.array([{}, 1, 2], object)), "damaged or missing"),
+        ("loss_mask.npy", lambda old: old[:-2], "damaged or missing"),
+        ("offsets.npy", None, "damaged or missing"),
+        ("num_labels.npy", lambda old: _saved(np.zeros(2, np.int64)), r"found int64 \(2,\), expected int64 \(3,\)"),
+        ("manifest.json", lambda old: json.dumps(json.loads(old) | {"version": 99}).encode(),
+         "found format version 99, but this flatout reads 4"),
+        ("manifest.json", None, r"is not a built data set \(manifest\.json is missing\)"),
+        ("manifest.json", lambda old: b"{", "not readable as JSON"),
     ],
-)
-def test_damage_is_named(tmp_path, damage, message):
+)  # fmt: skip
+def test_damage_is_named(tmp_path, name, damage, message):
     _write(tmp_path / "d", SAMPLES)
-    damage(tmp_path / "d")
-    with pytest.raises(DataError, match=message):
+    file = tmp_path / "d" / name
+    old = file.read_bytes()
+    file.unlink()
+    if damage is not None:
+        file.write_bytes(damage(old))
+    with pytest.raises(DataError, match=message) as caught:
         TokenStore.open(tmp_path / "d")
+    assert name in caught.value.text
 
 
 def test_a_failed_build_leaves_the_old_store(tmp_path):

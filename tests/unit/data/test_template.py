@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from flatout.config.data import DataConfig
-from flatout.data.conversation import Conversation, Message, Origin, ToolCall
+from flatout.data.conversation import Conversation, Message, Origin
 from flatout.data.loss_mask.mask import Masker
-from flatout.data.templates.template import OURS, choose_template, template_text
+from flatout.data.templates.template import OURS, choose_template
 from flatout.data.tokenize import SampleTokenizer, TokenizeOptions
 from flatout.errors import DataError
 from flatout.io import template_limits
@@ -51,15 +51,9 @@ def _bracketed(masked: object) -> str:
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_our_templates_letter_by_letter(name, small_tokenizer):
+def test_our_templates_letter_by_letter_and_each_prompt_begins_the_text(name, small_tokenizer):
     template = choose_template(small_tokenizer, name, "small")
     assert _bracketed(Masker(template).mask(CHAT)) == FULL[name]
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_our_templates_are_prefix_preserving(name, small_tokenizer):
-    """Property 18: the prompt of each answer is the beginning of the whole text."""
-    template = choose_template(small_tokenizer, name, "small")
     raw = template.raw_messages(CHAT.messages)
     full = template.render(raw)
     for turn in (2, 4):
@@ -76,28 +70,6 @@ def test_our_templates_with_tools(name, small_tokenizer, chats):
     assert last.strip().startswith(("sunny", "<think>\n\n</think>\n\nsunny"))
     assert '"description": "d"' in masked.text
     assert masked.text.count('"x": 1') + masked.text.count('\\"x\\": 1') == 1
-
-
-def test_a_tokenizer_without_template_names_ours(small_tokenizer):
-    with pytest.raises(DataError, match=r"'small' has no chat template; .*chatml, .*alpaca") as caught:
-        choose_template(small_tokenizer, None, "small")
-    assert caught.value.fixes[0].settings["data.template"] in OURS
-
-
-def test_an_unknown_template_is_refused(small_tokenizer, tmp_path):
-    with pytest.raises(DataError, match="there is no template 'chatlm'; known: chatml"):
-        choose_template(small_tokenizer, "chatlm", "small")
-    with pytest.raises(DataError, match=r"or a \.jinja file"):
-        choose_template(small_tokenizer, str(tmp_path / "none.jinja"), "small")
-
-
-def test_a_file_is_read(small_tokenizer, tmp_path):
-    path = tmp_path / "mine.jinja"
-    _, text = template_text(small_tokenizer, "chatml", "small")
-    path.write_text(text, encoding="utf-8")
-    template = choose_template(small_tokenizer, str(path), "small")
-    assert template.name == "mine.jinja"
-    assert template.source == text
 
 
 # ordinary mistakes of an author and hostile ones, whatever Python raises for them
@@ -118,30 +90,6 @@ def test_a_broken_or_unsafe_template_is_refused(mistake, template_of):
         answers = "{% if m.role == 'assistant' %}" + mistake + "{% endif %}{{ m.content }}<|im_end|>{% endfor %}"
         with pytest.raises(DataError, match="chat template 'inline'"):
             Masker(template_of("{% for m in messages %}" + answers)).mask(CHAT)
-
-
-def test_a_refused_turn_is_named(small_tokenizer):
-    masker = Masker(choose_template(small_tokenizer, "gemma", "small"))
-    turns = (Message("user", "q"), Message("assistant", "a"), Message("system", "S"), Message("assistant", "b"))
-    with pytest.raises(
-        DataError, match=r"t\.jsonl:57: messages\[2\] \(system\): chat template 'gemma' rejects it: Gemma"
-    ):
-        masker.mask(Conversation(turns, Origin("t.jsonl", 57)))
-
-
-ARGUMENTS = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.name + ':' + c.function.arguments }}{% endfor %};{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-
-
-def test_arguments_go_as_text_where_a_template_needs_text(template_of):
-    template = template_of(ARGUMENTS)
-    call = Message("assistant", "", tool_calls=(ToolCall("f", {"ü": [1, None]}),))
-    masked = Masker(template).mask(Conversation((Message("user", "q"), call), Origin("t", 1)))
-    assert masked.text == '[user]q;[assistant]f:{"ü": [1, null]};'
-    assert [masked.text[a:b] for a, b in masked.spans] == ['f:{"ü": [1, null]};']
 
 
 ROLES = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from row_cases import bracketed
 from transformers import PreTrainedTokenizerBase
 
 from flatout.cli.main import main
@@ -122,12 +123,7 @@ def _labelled(made: SampleTokenizer, *turns: Message) -> str:
     conversation = Conversation(turns, Origin("t.jsonl", 3))
     if not (pieces := made(conversation).pieces):
         return made.masked(conversation)[0].text
-    piece, text, was = pieces[0], "", False
-    for token, is_label in [*zip(piece.token_ids.tolist(), piece.loss_mask.tolist(), strict=True), (None, False)]:
-        text += "" if is_label == was else "⟦" if is_label else "⟧"
-        text += "" if token is None else made.tokenizer.decode([token])
-        was = is_label
-    return text
+    return bracketed(made.tokenizer, pieces[0].token_ids, pieces[0].loss_mask)
 
 
 CASES = {

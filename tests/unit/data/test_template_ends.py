@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from row_cases import bracketed
 from transformers import PreTrainedTokenizerBase
 
 from flatout.cli.main import main
@@ -65,13 +65,9 @@ def build(small_tokenizer_dir, tmp_path, monkeypatch, capsys):
         printed = " ".join(capsys.readouterr().err.split())
         if status:
             return None, printed
-        store, text = TokenStore.open(Path("data/built_dataset/x")), ""
-        for index in range(store.num_samples):
-            ids, mask = (np.asarray(each) for each in store.sample(index).pair)
-            pieces = np.split(ids, np.flatnonzero(np.diff(mask.astype(int))) + 1)
-            shown = [tokenizer.decode(piece.tolist()) for piece in pieces]
-            text += "".join(f"⟦{one}⟧" if (place % 2) != bool(mask[0]) else one for place, one in enumerate(shown))
-        return text, printed
+        store = TokenStore.open(Path("data/built_dataset/x"))
+        samples = (store.sample(index).pair for index in range(store.num_samples))
+        return "".join(bracketed(tokenizer, *pair) for pair in samples), printed
 
     return built
 
