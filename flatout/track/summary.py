@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Literal
 
 from flatout.config.folders import SETTINGS_FILES
+from flatout.errors import CheckpointError, DataError, UsageError
 from flatout.io.redact import printable
 from flatout.io.redact import rows as screen_rows
 from flatout.track.figures import named, short_count, short_time
@@ -20,6 +21,7 @@ from flatout.track.run_log import RunLog
 WARM_UP_STEPS = 3
 # events of every healthy run; all others are counted in the summary
 ROUTINE_EVENTS = {"saved", "compiled", "changed", "stopped", "removed", "kept", "rows", "start_up", "learning_rate"}
+_MENDED_FIRST = (UsageError, DataError, CheckpointError)
 # losses of single steps are noisy: compare means of this share of the records, at least MIN_COMPARED
 COMPARED_SHARE, MIN_COMPARED = 0.1, 3
 # an evaluation counts as worse if it lost more than this share of what training had gained; rewards are noisier
@@ -77,6 +79,8 @@ class RunSummary:
     num_planned_steps: int
     saved_step: int
     """The last checkpoint's."""
+    continues: bool
+    """Whether the same command goes on from there: not if settings, data or checkpoints have to be mended first."""
     trained: EvalSummary | None
     """The loss of steps, or the reward of rounds, whose loss says nothing."""
     last_metrics: Mapping[str, float]
@@ -120,6 +124,7 @@ def summarize(log: RunLog) -> RunSummary:
         num_steps=steps[-1].step if steps else 0,
         num_planned_steps=steps[-1].num_steps if steps else start.plan.num_steps if start else 0,
         saved_step=int(max(_numbers(log, "saved", "step"), default=0)),
+        continues=continues(log),
         trained=rounds or trained,
         last_metrics=steps[-1].metrics if steps and not log.rounds else {},
         evaluation=evaluation or held_out,
@@ -183,11 +188,16 @@ def _numbers(log: RunLog, kind: str, name: str) -> list[float]:
     return [float(value) for value in values if isinstance(value, int | float)]
 
 
+def continues(log: RunLog) -> bool:
+    """Return whether the same command goes on, as `RunSummary.continues`."""
+    return log.end is None or log.end.exit_code not in (error.exit_code for error in _MENDED_FIRST)
+
+
 def next_commands(log: RunLog) -> list[str]:
     """Return at most three commands worth typing next, by how the run ended."""
     folder = shlex.quote(str(log.folder))
     files = [file for name in SETTINGS_FILES if (file := log.folder / name).is_file()]
-    again = [f"flatout train {shlex.quote(str(file))}" for file in files[:1]]
+    again = [f"flatout train {shlex.quote(str(file))}" for file in files[:1] if continues(log)]
     watch, report = f"flatout watch {folder}", f"flatout report {folder}"
     if log.state in ("running", "not ended"):
         return [watch, report, *again]
@@ -210,8 +220,9 @@ def summary_lines(summary: RunSummary, commands: Sequence[str], *, is_short: boo
     rows = [("summary", f"{summary.state}, {summary.num_steps:,} of {summary.num_planned_steps:,} steps")]
     rows += [("why", summary.why)] if summary.why is not None else []
     if summary.state not in ("complete", "running") and summary.num_steps:
-        saved = f"at step {summary.saved_step:,}, where the same command continues"
-        rows.append(("saved", saved if summary.saved_step else "never: the same command begins again at step 0"))
+        saved = f"at step {summary.saved_step:,}" if summary.saved_step else "never"
+        again = ", where the same command continues" if summary.saved_step else ": the same command begins again at step 0"
+        rows.append(("saved", saved + again * summary.continues))
     if summary.num_steps:
         rows[0] = ("summary", f"{rows[0][1]} in {short_time(summary.train_s)} of training")
     if one := summary.trained:

@@ -1,8 +1,10 @@
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from flatout.errors import CheckpointError
 from flatout.track.record import EvalFigures, EvalRecord, RunEnd, StepRecord
 from flatout.track.run_log import RunLog
 from flatout.track.summary import next_commands, short_count, short_time, summarize, summary_lines
@@ -99,13 +101,16 @@ def test_the_lines_fit_a_screen_and_an_empty_run_has_a_summary_too():
 
 def test_an_incomplete_run_says_where_the_next_start_continues():
     stopped = log()
-    stopped.end = RunEnd("stopped", 75, 1.0, "stop requested")
     for events, line in (
         ([{"kind": "saved", "step": 50}], "saved      at step 50, where the same command continues"),
         ([], "saved      never: the same command begins again at step 0"),
     ):
-        stopped.events = events
+        stopped.events, stopped.end = events, RunEnd("stopped", 75, 1.0, "stop requested")
         assert line in summary_lines(summarize(stopped), [], is_short=True)
+        # the same command would end in the same way
+        stopped.end = RunEnd("failed", CheckpointError.exit_code, 1.0, "rewards.py differs")
+        lines = summary_lines(summarize(stopped), [], is_short=True)
+        assert re.split("[,:]", line)[0] in lines
 
 
 def test_the_next_commands_follow_from_the_end(tmp_path, monkeypatch):
@@ -119,6 +124,8 @@ def test_the_next_commands_follow_from_the_end(tmp_path, monkeypatch):
     done.folder.mkdir(parents=True)
     (done.folder / "config.yaml").touch()
     assert next_commands(done)[0] == "flatout train 'runs/my x/config.yaml'"
+    done.end = RunEnd("failed", CheckpointError.exit_code, 1.0, "rewards.py differs")
+    assert [command.split()[1] for command in next_commands(done)] == ["report", "watch"]
     done.end = None
     assert next_commands(done)[0] == "flatout watch 'runs/my x'"
 
