@@ -220,8 +220,9 @@ def summary_lines(summary: RunSummary, commands: Sequence[str], *, is_short: boo
     rows = [("summary", f"{summary.state}, {summary.num_steps:,} of {summary.num_planned_steps:,} steps")]
     rows += [("why", summary.why)] if summary.why is not None else []
     if summary.state not in ("complete", "running") and summary.num_steps:
-        saved = f"at step {summary.saved_step:,}" if summary.saved_step else "never"
-        again = ", where the same command continues" if summary.saved_step else ": the same command begins again at step 0"
+        saved, again = "never", ": the same command begins again at step 0"
+        if summary.saved_step:
+            saved, again = f"at step {summary.saved_step:,}", ", where the same command continues"
         rows.append(("saved", saved + again * summary.continues))
     if summary.num_steps:
         rows[0] = ("summary", f"{rows[0][1]} in {short_time(summary.train_s)} of training")
