@@ -299,7 +299,7 @@ BUGS = (
     Bug("prompts of a round carry loss", "write_round", "_after(prompt, np.ones(sum(counts)), counts)",
         "np.ones(sum(counts) + len(prompt) * len(counts))", ROUND_STORE),
     Bug("a round's dropped groups not counted", "write_round", "advantages.count", "1.0", ROUND_STORE),
-    Bug("temperature forgotten in sampling", "round_answers.py:_params", "rollout.temperature", "1.0", A_ROUND),
+    Bug("temperature forgotten in sampling", "round_answers.py:_sample", "rollout.temperature", "1.0", A_ROUND),
     Bug("temperature of a round forgotten in the loss", "Policy.for_run",
         "{'temperature': rollout.temperature, **X}", "{'temperature': 1.0, **X}", A_ROUND),
     Bug("two roundings of fused layers", "_block_in_turn", "out.addmm_(part, X)", "out.add_(part @ X)", ONE_ROUNDING),
