@@ -41,8 +41,8 @@ def run(args: argparse.Namespace) -> None:
     else:
         answers = read_round(args.run, args.round).answers
     for title, some in (("best", answers[: args.best]), ("worst", answers[: -args.worst - 1 : -1])):
-        print(f"{f' {title} of round {args.round} ':=^{WIDTH}}")
-        print("\n".join(map(_answer, some)))
+        if some:
+            print("\n".join([f"{f' {title} of round {args.round} ':=^{WIDTH}}", *map(_answer, some)]))
 
 
 def _rows(log: RunLog) -> list[tuple[str, ...]]:

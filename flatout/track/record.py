@@ -416,17 +416,15 @@ def describe_record(record: Record) -> tuple[str, str]:
     if isinstance(record, AnswersRecord):
         done = record.skipped or f"{len(record.answers)} prompts answered in {record.answer_s:.1f} s"
         return "answers", f"step {record.step}: {done}"
-    if isinstance(record, RewardsRecord) and len(record.metrics) == 1:
-        record = replace(record, metrics={})  # the only function's mean is the reward, but for its weight
-    unscored = ""
-    if isinstance(record, RewardsRecord) and record.num_unscored:
-        unscored = f"  {record.num_unscored:,} of {record.num_answers:,} unscored"
-    if isinstance(record, RoundRecord):
-        failed = "".join(f"  {name} failed on {count:,}" for name, count in record.problems.items() if count)
-        return "round", f"{record.round}: {log_line(record, ROUND)}{unscored}{failed}"
-    if isinstance(record, HeldOutRecord):
-        done = unscored or f"  {record.num_answers:,} answers"
-        return "held_out", f"step {record.step}: {log_line(record, HELD_OUT)}{done}"
+    if isinstance(record, RewardsRecord):
+        # the only function's mean is the reward, but for its weight
+        shown = replace(record, metrics={}) if len(record.metrics) == 1 else record
+        unscored = f"{record.num_unscored:,} of {record.num_answers:,} unscored" if record.num_unscored else ""
+        if isinstance(record, RoundRecord):
+            failed = (f"{name} failed on {count:,}" for name, count in record.problems.items() if count)
+            return "round", f"{record.round}: {'  '.join(filter(None, (log_line(shown, ROUND), unscored, *failed)))}"
+        parts = log_line(shown, HELD_OUT), unscored or f"{record.num_answers:,} answers"
+        return "held_out", f"step {record.step}: {'  '.join(filter(None, parts))}"
     if isinstance(record, EvalRecord):
         best = " (best)" if record.is_best else ""
         each = "".join(f"  {name} {EVAL['eval_loss'].write(one.loss)}" for name, one in record.by_data.items())
