@@ -335,10 +335,10 @@ def _tell_unscored(run: TrainingRun, groups: Sequence[Group], problems: Mapping[
         if is_known or num_lost <= num_failed:
             continue
         run.state.told_unscored.add(reward.title)
-        others = (f"failed on {num_failed:,}, " if num_failed else "") + "returned None for the others"
+        others = (f", failed on {num_failed:,}" if num_failed else "") + " and returned None for the others"
         if num_lost < len(answers) - num_scored:
             others += f", {num_lost:,} of which no function scored"
-        why = f"{reward.title} scored {num_scored:,} of {len(answers):,} answers and {others}"
+        why = f"{reward.title} scored {num_scored:,} of {len(answers):,} answers{others}"
         run.reporter.event("unscored", {"why": f"{why}; if it means 0, return 0.0"})
 
 
