@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from flatout.cli.parser import COUNT
 from flatout.cli.screen import WIDTH, aligned
@@ -31,12 +32,17 @@ def run(args: argparse.Namespace) -> None:
     if args.round is None:
         print("\n".join(aligned([_HEAD, *_rows(log)])))
         return
-    from flatout.view.rollouts import read_round  # imports the tokenizer
+    from flatout.view.rollouts import read_round, why_gone  # imports the tokenizer
 
-    answers = read_round(args.run, args.round)
-    for title, some in (("best", answers.best(args.best)), ("worst", answers.worst(args.worst))):
-        print(f"{f' {title} of round {args.round} ':=^{WIDTH}}")
-        print("\n".join(map(_answer, some)))
+    record = next((one for one in log.rounds if one.round == args.round), None)
+    if record and (why := why_gone(args.run, record)):
+        answers: Sequence[RatedAnswer] = record.shown
+        print(f"{why}; its record has {len(answers)} of {record.num_answers:,} answers")
+    else:
+        answers = read_round(args.run, args.round).answers
+    for title, some in (("best", answers[: args.best]), ("worst", answers[: -args.worst - 1 : -1])):
+        if some:
+            print("\n".join([f"{f' {title} of round {args.round} ':=^{WIDTH}}", *map(_answer, some)]))
 
 
 def _rows(log: RunLog) -> list[tuple[str, ...]]:

@@ -20,12 +20,10 @@ class Advantages:
 
     values: Floats
     is_kept: NDArray[np.bool_]
-    num_unscored: int
-    """Answers whose reward is NaN, which no mean reads."""
     num_dropped: int
-    """Groups with answers to train that say nothing, as the rewards that they are compared by are equal."""
+    """Groups without signal: the rewards that their answers are compared by are equal, or none is scored."""
     count: float
-    """For how many answers a kept one counts, as those of dropped groups count too: the column ANSWERS."""
+    """For how many answers a kept one counts, as scored ones of dropped groups count too: the column ANSWERS."""
 
 
 def make_advantages(
@@ -47,10 +45,8 @@ def make_advantages(
         if own.any() if baseline == "none" else (own != own[:1]).any():
             has_signal[members], values[members] = True, BASELINES[baseline](own)
     is_kept = is_trained & has_signal
-    num_dropped = sum(bool(is_trained[own].any() and not is_kept[own].any()) for own in _members(sizes))
-    return Advantages(
-        values, is_kept, int((~is_scored).sum()), num_dropped, count=float(is_trained.sum() / max(1, is_kept.sum()))
-    )
+    num_dropped = sum(not has_signal[own].any() for own in _members(sizes))
+    return Advantages(values, is_kept, num_dropped, count=float(is_trained.sum() / max(1, is_kept.sum())))
 
 
 def _members(sizes: NDArray[np.int64]) -> list[NDArray[np.int64]]:

@@ -266,8 +266,8 @@ class RoundRecord:
         chart="Shares of answers", label="cut",
     )]  # fmt: skip
     no_signal_share: Annotated[float, Figure(
-        "share of groups whose rewards are equal, which are not trained", "share", ranks="sum", write=_percent,
-        line="{} no signal", chart="Shares of answers", label="groups without signal",
+        "share of groups whose rewards are equal or missing, which are not trained", "share", ranks="sum",
+        write=_percent, line="{} no signal", chart="Shares of answers", label="groups without signal",
     )]  # fmt: skip
     sample_s: Annotated[float, Figure("time until the last rank had its answers", "s", ranks="max", write=short_time)]
     score_s: Annotated[float, Figure("time until the last rank had its scores", "s", ranks="max", write=short_time)]
@@ -283,9 +283,12 @@ class RoundRecord:
     @property
     def why_untrained(self) -> str:
         """Why none of its answers is trained, if none is."""
-        why = "no group had different rewards of answers that are trained"
-        if self.no_signal_share == 1 or self.num_unscored == self.num_answers:
-            why = "all rewards of each group were equal" if self.no_signal_share == 1 else "no answer was scored"
+        if self.num_unscored == self.num_answers:
+            why = "no answer was scored"
+        elif self.no_signal_share == 1:
+            why = "all rewards of each group were equal" + (" or missing" if self.num_unscored else "")
+        else:
+            why = "no group had different rewards of answers that are trained"
         return f"{why}, so there was nothing to learn from"
 
 
@@ -297,6 +300,7 @@ class HeldOutRecord:
     reward: Annotated[float | None, _reward(label="held out")]
     num_answers: Annotated[int, _counted("answers", "answers")]
     eval_s: Annotated[float, Figure("time of the evaluation", "s")]
+    num_unscored: Annotated[int, _counted("answers without a score", "answers")] = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The mean of each reward function, as reward/NAME."""
     shown: tuple[RatedAnswer, ...] = ()
@@ -412,13 +416,15 @@ def describe_record(record: Record) -> tuple[str, str]:
     if isinstance(record, AnswersRecord):
         done = record.skipped or f"{len(record.answers)} prompts answered in {record.answer_s:.1f} s"
         return "answers", f"step {record.step}: {done}"
-    if isinstance(record, RewardsRecord) and len(record.metrics) == 1:
-        record = replace(record, metrics={})  # the only function's mean is the reward, but for its weight
-    if isinstance(record, RoundRecord):
-        failed = "".join(f"  {name} failed on {count:,}" for name, count in record.problems.items() if count)
-        return "round", f"{record.round}: {log_line(record, ROUND)}{failed}"
-    if isinstance(record, HeldOutRecord):
-        return "held_out", f"step {record.step}: {log_line(record, HELD_OUT)}  {record.num_answers:,} answers"
+    if isinstance(record, RewardsRecord):
+        # the only function's mean is the reward, but for its weight
+        shown = replace(record, metrics={}) if len(record.metrics) == 1 else record
+        unscored = f"{record.num_unscored:,} of {record.num_answers:,} unscored" if record.num_unscored else ""
+        if isinstance(record, RoundRecord):
+            failed = (f"{name} failed on {count:,}" for name, count in record.problems.items() if count)
+            return "round", f"{record.round}: {'  '.join(filter(None, (log_line(shown, ROUND), unscored, *failed)))}"
+        parts = log_line(shown, HELD_OUT), unscored or f"{record.num_answers:,} answers"
+        return "held_out", f"step {record.step}: {'  '.join(filter(None, parts))}"
     if isinstance(record, EvalRecord):
         best = " (best)" if record.is_best else ""
         each = "".join(f"  {name} {EVAL['eval_loss'].write(one.loss)}" for name, one in record.by_data.items())
@@ -427,7 +433,7 @@ def describe_record(record: Record) -> tuple[str, str]:
 
 
 # events whose `why` says what is wrong with a run's result
-BAD_RESULTS = {"adapter_differs", "diverged"}
+BAD_RESULTS = {"adapter_differs", "diverged", "unscored"}
 
 
 def describe_event(kind: str, facts: Mapping[str, Any]) -> str:

@@ -290,6 +290,9 @@ def _warnings(log: RunLog, evaluation: EvalSummary | None) -> list[str]:
     if len(losses) >= 2 * num and sum(losses[-num:]) >= sum(losses[:num]):
         warnings.append(f"the loss of the last {num} records is not lower than of the first {num}")
     warnings += dict.fromkeys(str(event.get("why")) for event in log.events if event.get("kind") in BAD_RESULTS)
+    if log.steps and all(step.loss is None for step in log.steps):
+        whys = dict.fromkeys(str(event.get("why")) for event in log.events if event.get("kind") == "skipped")
+        warnings.append(f"no step changed the model: {'; '.join(whys)}")
     slow = dict.fromkeys(str(event.get("rank")) for event in log.events if event.get("kind") == "straggler")
     if slow:
         warnings.append(f"slow for many steps: rank {', '.join(slow)}; all ranks wait for it")

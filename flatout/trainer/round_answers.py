@@ -98,6 +98,7 @@ def collect_round(
         DurableIO().remove_tree(journal.folder)
         _remove_old(run, index)
         run.reporter.record(record)
+        _tell_unscored(run, groups, record.problems)
         return digest, record.why_untrained
 
     written: tuple[str | None, str] = group.run_on_first_rank(write)
@@ -117,12 +118,14 @@ def held_out_reward(run: TrainingRun, prompts: RolloutPrompts) -> float | None:
         # drawn by numbers that no round draws by
         asked = [(number, number, -1 - number) for number in mine]
         _sample(run, prompts, asked, 1, "sampling answer to a held-out prompt", sampled.append)
-        _score(run, prompts, sorted(sampled, key=lambda one: one.place), scored.append)
-        return GROUPS.dump_python(scored, mode="json")
+        problems = _score(run, prompts, sorted(sampled, key=lambda one: one.place), scored.append)
+        return problems, GROUPS.dump_python(scored, mode="json")
 
-    groups = [one for own in _unless_stopped(run, work) for one in GROUPS.validate_python(own)]
+    by_rank = _unless_stopped(run, work)
+    groups = [one for _, own in by_rank for one in GROUPS.validate_python(own)]
     figures = _figures(run, prompts, groups)
     run.reporter.record(HeldOutRecord(run.progress.step, **figures, eval_s=time.perf_counter() - started))
+    _tell_unscored(run, groups, sum((Counter(one) for one, _ in by_rank), Counter[str]()))
     reward: float | None = figures["reward"]
     return reward
 
@@ -278,7 +281,6 @@ def _write(
         step=run.progress.step,
         round=index + 1,
         **_figures(run, prompts, groups),
-        num_unscored=advantages.num_unscored,
         mean_answer_tokens=sum(len(answer.token_ids) for answer in answers) / len(answers),
         cut_share=float(is_cut.mean()),
         no_signal_share=advantages.num_dropped / len(groups),
@@ -310,6 +312,7 @@ def _figures(run: TrainingRun, prompts: RolloutPrompts, groups: Sequence[Group])
     return {
         "reward": mean(totals),
         "num_answers": len(answers),
+        "num_unscored": len(answers) - len(scored),
         "metrics": {name: value for name, value in means.items() if value is not None},
         "shown": tuple(
             RatedAnswer(
@@ -319,6 +322,24 @@ def _figures(run: TrainingRun, prompts: RolloutPrompts, groups: Sequence[Group])
             for total, one, at in ends
         ),
     }  # fmt: skip
+
+
+def _tell_unscored(run: TrainingRun, groups: Sequence[Group], problems: Mapping[str, int]) -> None:
+    """Warn, once a function, of one that returned None for answers that no other function scored either."""
+    answers = [answer for one in groups for answer in zip(one.rewards, one.totals, strict=True)]
+    for index, reward in enumerate(run.config.rollout.rewards):
+        num_scored = sum(row[index] is not None for row, _ in answers)
+        num_failed = problems.get(reward.title, 0) if reward.on_error == "skip" else 0
+        num_lost = sum(row[index] is None and total is None for row, total in answers)
+        is_known = reward.function is None or not reward.weight or reward.title in run.state.told_unscored
+        if is_known or num_lost <= num_failed:
+            continue
+        run.state.told_unscored.add(reward.title)
+        others = (f", failed on {num_failed:,}" if num_failed else "") + " and returned None for the others"
+        if num_lost < len(answers) - num_scored:
+            others += f", {num_lost:,} of which no function scored"
+        why = f"{reward.title} scored {num_scored:,} of {len(answers):,} answers{others}"
+        run.reporter.event("unscored", {"why": f"{why}; if it means 0, return 0.0"})
 
 
 def _remove_old(run: TrainingRun, index: int) -> None:

@@ -14,7 +14,7 @@ from flatout.data.rollout_columns import ENDINGS
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import tokenizer_of
 from flatout.errors import UsageError
-from flatout.track.record import RatedAnswer
+from flatout.track.record import RatedAnswer, RoundRecord
 from flatout.track.run_log import read_run
 
 _BY_FUNCTION = f"{REWARD}_"
@@ -48,21 +48,28 @@ class RoundAnswers:
         return self.answers[: -count - 1 : -1]
 
 
+def why_gone(folder: Path, record: RoundRecord) -> str | None:
+    """Return why the folder of a run lacks the answers of a round; None if it has them."""
+    if not record.num_trained:
+        return f"no answer of round {record.round} was trained: {record.why_untrained}"
+    place = round_folder(folder, record.round)
+    return None if place.exists() else f"{place} is missing: rollout.keep removes the answers of old rounds"
+
+
 def read_round(folder: Path, number: int) -> RoundAnswers:
     """Read the answers of a round, from 1, of a run folder.
 
     Raises UsageError for a round that the run has not sampled, or of which no answer was trained, and DataError for a
     damaged one.
     """
-    rounds = [record.round for record in read_run(folder).rounds]
-    if number not in rounds:
-        known = f"; it has rounds {rounds[0]} to {rounds[-1]}" if rounds else ", which has none"
+    rounds = read_run(folder).rounds
+    index = next((index for index, record in enumerate(rounds) if record.round == number), None)
+    if index is None:
+        known = f"; it has rounds {rounds[0].round} to {rounds[-1].round}" if rounds else ", which has none"
         raise UsageError(f"round {number} is not one of {folder}{known}")
+    if why := why_gone(folder, rounds[index]):
+        raise UsageError(f"{why}; run.log.rounds[{index}].shown has those of its record")
     config, place = load_config(folder / "config.yaml"), round_folder(folder, number)
-    if not place.exists():
-        raise UsageError(
-            f"{place} is missing: no answer of round {number} was trained, or rollout.keep has removed them"
-        )
     store, tokenizer = TokenStore.open(place), tokenizer_of(config.data, config.model.name)
     names = [name for name in store.extra if name.startswith(_BY_FUNCTION)]
     answers = []

@@ -113,7 +113,8 @@ def test_a_log_of_rounds_has_a_line_each_with_the_reward_and_no_more_signs_of_li
     ("figures", "why"),
     [
         ({"no_signal_share": 1.0}, "all rewards of each group were equal"),
-        ({"no_signal_share": 0.0, "num_unscored": 64}, "no answer was scored"),
+        ({"no_signal_share": 1.0, "num_unscored": 32}, "all rewards of each group were equal or missing"),
+        ({"no_signal_share": 1.0, "num_unscored": 64}, "no answer was scored"),
         ({"no_signal_share": 0.5, "num_unscored": 32}, "no group had different rewards of answers that are trained"),
     ],
 )

@@ -155,10 +155,10 @@ def test_rewards_become_advantages():
         found = make_advantages(rewards, sizes, baseline, is_masked=is_masked)
         assert found.values.tolist() == pytest.approx([*values, 0, 0])
         assert np.flatnonzero(found.is_kept).tolist() == [0, 1, 2, 7]
-        assert (found.num_unscored, found.num_dropped, found.count) == (2, 2, 2.0)
+        assert (found.num_dropped, found.count) == (3, 2.0), "one group has no score, which counts in no mean"
     found = make_advantages(rewards, sizes, "batch_mean")
     assert found.values[found.is_kept] == pytest.approx(rewards[~np.isnan(rewards)] - np.nanmean(rewards))
-    assert (found.is_kept.sum(), found.num_dropped, found.count) == (9, 0, 1.0)
+    assert (found.is_kept.sum(), found.num_dropped, found.count) == (9, 1, 1.0)
     assert not make_advantages(np.full(4, 0.3), np.array([4]), "batch_mean").is_kept.any()
     assert make_advantages(np.zeros(4), np.array([2, 2]), "none").num_dropped == 2
     assert set(BASELINES) == set(get_args(Baseline))

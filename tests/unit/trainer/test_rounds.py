@@ -22,9 +22,11 @@ from flatout.config.folders import foreign_entries
 from flatout.config.read import dump_config, make_config
 from flatout.data.token_store import TokenStore
 from flatout.errors import CheckpointError, PreemptedError, UsageError
+from flatout.io.redact import printable
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.track.console import ConsoleCallback
+from flatout.track.summary import summarize
 from flatout.trainer.planned_run import open_and_plan
 from flatout.trainer.replay import replay
 from flatout.trainer.run import train
@@ -129,6 +131,7 @@ def test_a_round_is_what_plain_transformers_and_numpy_say(ran, tiny):
     assert max(mismatch[0], mismatch[2]) < 1 + 1e-4 < mismatch[1]
     assert [record.step for record in log.held_out] == [0, 2, 4]
     assert log.held_out[0].num_answers == 2
+    assert not any(event["kind"] == "unscored" for event in log.events), "`commas` scores what `reward` does not"
 
 
 def test_two_ranks_sample_and_learn_what_one_does(ran, world):
@@ -314,6 +317,39 @@ def test_a_round_without_a_signal_changes_nothing_and_is_counted(world, tiny):
     assert answers[0] != answers[1]
     before = load_file(tiny.model_dir / "model.safetensors")
     assert all(torch.equal(value, final(world.root / "same")[name]) for name, value in before.items())
+    assert "no step changed the model: all rewards of each group were equal, so" in summarize(log).warnings[0]
+
+
+@pytest.mark.parametrize("last", ["", "    return 0.0\n"])
+def test_a_reward_that_returns_none_for_wrong_answers_is_told_and_its_twin_learns(world, last, capsys):
+    name = "zero" if last else "none"
+    (world.root / f"{name}.py").write_text(
+        f"def right(answer, row):\n    if 'e' in answer:\n        return 1.0\n{last}"
+    )
+    rewards = {"rounds": 1, "rewards": [f"{world.root}/{name}.py:right"]}
+    (file := world.root / f"{name}.yaml").write_text(dump_config(world(name, rollout=rewards)))
+    assert main(["train", str(file)]) == 0
+    said, log = " ".join(capsys.readouterr().out.split()), load(world.root / name).log
+    (found,), is_told = log.rounds, not last
+    assert main(["rollouts", str(world.root / name), "--round", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert ("no answer of round 1 was trained: all rewards of each group were equal or missing" in shown) == is_told
+    assert f">>> {printable(found.shown[0].answer.strip())}" in shown
+    told = [event["why"] for event in log.events if event["kind"] == "unscored"]
+    assert (len(told), "no step changed the model" in said, "unscored" in said) == (is_told, is_told, is_told)
+    if last:
+        assert {one.num_unscored for one in (found, *log.held_out)} == {0}
+        assert found.num_trained
+        assert 0 < found.reward < 1
+        return
+    assert told[0] in summarize(log).warnings
+    assert (found.reward, found.no_signal_share, found.num_trained) == (1.0, 1.0, 0)
+    assert 0 < found.num_unscored < 12
+    assert f"{found.num_unscored} of 12 unscored" in said
+    assert f"{log.held_out[0].num_unscored} of 2 unscored" in said
+    assert "returned None for the others; if it means 0, return 0.0" in said
+    with pytest.raises(UsageError, match=r"no answer of round 1 was trained.*run.log.rounds\[0\].shown"):
+        load(world.root / name).rollouts(1)
 
 
 def copied(ran, world, name, gone):
