@@ -100,9 +100,9 @@ class LoopState:
     sampler: InProcess | None = None
     """The sampler of `answers.sampler_of`, once made."""
     rewards: Rewards | None = None
+    """What scores sampled answers, while a run of rounds is in its steps."""
     told_unscored: set[str] = field(default_factory=set)
     """Reward functions whose missing scores were told."""
-    """What scores sampled answers, while a run of rounds is in its steps."""
     replays: bool = False
     """Whether it takes steps again: it samples no answers, and does not evaluate before the first one."""
 
