@@ -20,6 +20,9 @@ from flatout.environment import studio_folders
 from flatout.errors import OF_OWN_CODE, DataError, FlatoutError, SecurityError, UsageError, is_of_a_collective
 
 MAX_FILE_BYTES = 1 << 20
+# how to keep what a script has from starting its run again
+APART = 'move {} to a file of its own, or put the call under if __name__ == "__main__"'
+_loading = list["OwnCode"]()
 
 
 @contextmanager
@@ -87,13 +90,24 @@ class OwnCode:
         """
         if studio_folders():
             raise SecurityError(f"{self.setting}: {self.path} would run as code, which a page may not start")
-        return getattr(_module(self.path.absolute(), self.content, self.digest, self.what), self.name, None)
+        _loading.append(self)
+        try:
+            return getattr(_module(self.path.absolute(), self.content, self.digest, self.what), self.name, None)
+        finally:
+            _loading.pop()
 
     @contextmanager
     def errors(self) -> Iterator[None]:
         """Raise this code's errors in the block as `own_code_errors` does."""
         with own_code_errors(self.path.absolute(), self.what):
             yield
+
+
+def refuse_start_by_import() -> None:
+    """Raise UsageError if this process is importing a person's file for a setting: a run would wait for itself."""
+    if _loading:
+        starts = f"it starts a run when it is imported, which each process does that needs its {_loading[-1].what}"
+        raise UsageError(f"{starts}; {APART.format(_loading[-1].name)}")
 
 
 @dataclass(frozen=True)
