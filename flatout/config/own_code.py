@@ -22,7 +22,7 @@ from flatout.errors import OF_OWN_CODE, DataError, FlatoutError, SecurityError, 
 MAX_FILE_BYTES = 1 << 20
 # how to keep what a script has from starting its run again
 APART = 'move {} to a file of its own, or put the call under if __name__ == "__main__"'
-_loading = list["OwnCode"]()
+_loading = list[str]()
 
 
 @contextmanager
@@ -90,11 +90,7 @@ class OwnCode:
         """
         if studio_folders():
             raise SecurityError(f"{self.setting}: {self.path} would run as code, which a page may not start")
-        _loading.append(self)
-        try:
-            return getattr(_module(self.path.absolute(), self.content, self.digest, self.what), self.name, None)
-        finally:
-            _loading.pop()
+        return getattr(_module(self.path.absolute(), self.content, self.digest, self.what), self.name, None)
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -106,8 +102,8 @@ class OwnCode:
 def refuse_start_by_import() -> None:
     """Raise UsageError if this process is importing a person's file for a setting: a run would wait for itself."""
     if _loading:
-        starts = f"it starts a run when it is imported, which each process does that needs its {_loading[-1].what}"
-        raise UsageError(f"{starts}; {APART.format(_loading[-1].name)}")
+        starts = f"it starts a run when it is imported, which each process does that needs its {_loading[-1]}"
+        raise UsageError(f"{starts}; {APART.format(f'the {_loading[-1]}')}")
 
 
 @dataclass(frozen=True)
@@ -135,6 +131,7 @@ def _module(path: Path, content: bytes, digest: str, what: str) -> ModuleType:
     sys.modules[name] = module
     # it may import from its own folder, as a script does
     sys.path.append(folder := f"{path.parent}/")
+    _loading.append(what)
     try:
         with own_code_errors(path, what):
             spec.loader.exec_module(module)
@@ -143,4 +140,5 @@ def _module(path: Path, content: bytes, digest: str, what: str) -> ModuleType:
         raise
     finally:
         sys.path.remove(folder)
+        _loading.pop()
     return module

@@ -84,9 +84,9 @@ class Journal:
         first = next(self._lines(path), None)
         self.dropped = ""
         """What differs from the identity of this rank's journal of an earlier start; empty if nothing does."""
-        if (is_new := first != self._first) and first is not None:
-            self.dropped = what_differs(json.loads(first) if first[:1] == b"{" else None, identity)
-        if is_new:
+        if is_new := first != self._first:
+            if first is not None:
+                self.dropped = what_differs(json.loads(first) if first[:1] == b"{" else None, identity)
             durable_io.remove_tree(path)
         self._file = AppendFile(path)
         if is_new:

@@ -158,7 +158,7 @@ def test_bad_input_stops_the_build(maker, rows, settings, message):
     assert caught.value.exit_code == 3
     assert not (maker.root / "data" / "built_dataset" / "d").exists()
     assert registry.load(maker.root / "data") == {}
-    assert bool(caught.value.fixes) == ("is empty" not in message)
+    assert caught.value.fixes
     for fix in caught.value.fixes[:1]:
         assert maker.build(rows, **settings | {name[5:]: value for name, value in fix.settings.items()}).num_samples
 

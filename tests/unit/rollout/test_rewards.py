@@ -395,7 +395,7 @@ def test_a_file_that_does_not_load_is_refused(tmp_path, code):
     with pytest.raises(UsageError) as refused:
         score(tmp_path, [f"{tmp_path / 'own.py'}:reward"], items("4"))
     if code == STARTS:
-        assert "move reward to a file of its own" in str(refused.value)
+        assert "move the reward to a file of its own" in str(refused.value)
     guarded = f"if __name__ == '__main__':\n    {STARTS}\n" if code == STARTS else ""
     (tmp_path / "own.py").write_text(f"{guarded}def reward(answer, row): return 1")
     assert (score(tmp_path, [f"{tmp_path / 'own.py'}:reward"], items("4"))[0].total == 1).all()
