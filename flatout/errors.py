@@ -72,10 +72,13 @@ class FlatoutError(Exception):
         self.text, self.fixes = text, tuple(fixes)
 
     def __str__(self) -> str:
-        spelled = [(self.spell(fix), fix.why) for fix in self.fixes if fix.settings]
-        steps = [f"\n  try {step}" + (f"  # {why}" if why else "") for step, why in spelled if step]
-        rest = [fix.why for fix in self.fixes if not fix.settings]
-        return self.text + "".join(steps) + "".join(f"\n  or {way}" if steps else f"; {way}" for way in rest)
+        said, others = self.text, "; "
+        for fix in self.fixes:
+            if not fix.settings:
+                said += others + fix.why
+            elif step := self.spell(fix):
+                said, others = f"{said}\n  try {step}" + (f"  # {fix.why}" if fix.why else ""), "\n  or "
+        return said
 
     def at(self, place: object) -> Self:
         """Return the same error with the name of a file or a field before its text."""

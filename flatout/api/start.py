@@ -20,6 +20,7 @@ from flatout.api.inputs import SPLITS, data_file, kind_of, listed_paths, model_s
 from flatout.api.restart import move_aside, require_machine
 from flatout.api.run import Run
 from flatout.config.folders import run_identity
+from flatout.config.own_code import refuse_start_by_import
 from flatout.config.read import dump_config, load_values, make_config
 from flatout.config.schema import Config, DataConfig, ModelConfig
 from flatout.config.shortcuts import expand, long_forms
@@ -178,6 +179,7 @@ def train(
 
     Raises a FlatoutError; PreemptedError means stopped, saved and resumable. After Ctrl-C, a KeyboardInterrupt.
     """
+    refuse_start_by_import()
     refuse_unnamed("train", config, unnamed)
     callbacks = list(callbacks) if isinstance(callbacks, Iterable) else callbacks
     listed: Sequence[object] = callbacks if isinstance(callbacks, list) else [callbacks]

@@ -20,6 +20,9 @@ from flatout.environment import studio_folders
 from flatout.errors import OF_OWN_CODE, DataError, FlatoutError, SecurityError, UsageError, is_of_a_collective
 
 MAX_FILE_BYTES = 1 << 20
+# how to keep what a script has from starting its run again
+APART = 'move {} to a file of its own, or put the call under if __name__ == "__main__"'
+_loading = list[str]()
 
 
 @contextmanager
@@ -96,6 +99,13 @@ class OwnCode:
             yield
 
 
+def refuse_start_by_import() -> None:
+    """Raise UsageError if this process is importing a person's file for a setting: a run would wait for itself."""
+    if _loading:
+        starts = f"it starts a run when it is imported, which each process does that needs its {_loading[-1]}"
+        raise UsageError(f"{starts}; {APART.format(f'the {_loading[-1]}')}")
+
+
 @dataclass(frozen=True)
 class _Source(SourceLoader):
     """Runs exactly the bytes that were hashed, and leaves no bytecode beside a person's file."""
@@ -121,6 +131,7 @@ def _module(path: Path, content: bytes, digest: str, what: str) -> ModuleType:
     sys.modules[name] = module
     # it may import from its own folder, as a script does
     sys.path.append(folder := f"{path.parent}/")
+    _loading.append(what)
     try:
         with own_code_errors(path, what):
             spec.loader.exec_module(module)
@@ -129,4 +140,5 @@ def _module(path: Path, content: bytes, digest: str, what: str) -> ModuleType:
         raise
     finally:
         sys.path.remove(folder)
+        _loading.pop()
     return module

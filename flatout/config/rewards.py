@@ -7,8 +7,9 @@ from pathlib import Path
 from types import FunctionType, MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from flatout.config.own_code import APART
 from flatout.config.section import PathText, Section, refuse_unused, require_own_code, require_regex, short_form
 
 # the ready rewards (rollout/rewards/ready.py), and the settings that each reads
@@ -66,7 +67,8 @@ class RewardConfig(Section):
             file = Path(value.__code__.co_filename if isinstance(value, FunctionType) else "")
             name = getattr(value, "__name__", "").replace("<lambda>", "") or "FUNCTION"
             named = f"{file if file.is_file() else 'FILE.py'}:{name}"
-            raise ValueError(f"rewards run in processes of their own, which import their files: give {named!r}")
+            starts = f", and {APART.format(name)}" if getattr(value, "__module__", "") == "__main__" else ""
+            raise ValueError(f"rewards run in processes of their own, which import their files: give {named!r}{starts}")
         return {"path" if ".py" in value else "kind": value} if isinstance(value, str) else value
 
     @property
@@ -106,6 +108,8 @@ def _with_own_names(rewards: list[RewardConfig]) -> list[RewardConfig]:
 
 
 RewardList: TypeAlias = Annotated[
-    list[Annotated[RewardConfig, short_form({"type": "string"})]], AfterValidator(_with_own_names)
+    list[Annotated[RewardConfig, short_form({"type": "string"})]],
+    BeforeValidator(lambda value: [value] if isinstance(value, str) or callable(value) else value),
+    AfterValidator(_with_own_names),
 ]
-"""The functions whose weighted sum is the reward of an answer."""
+"""The functions whose weighted sum is the reward of an answer; a text alone is a list of one."""

@@ -66,6 +66,7 @@ class BuildReport:
 
     limit = "data.max_tokens"
     """The setting that gives the most tokens of a row; empty for the model's positions."""
+    noun = "rows"
 
     def __init__(self, config: DataConfig, most_rows: Callable[[], int | None] = lambda: None) -> None:
         self._config, self._most_rows = config, cache(most_rows)
@@ -179,10 +180,11 @@ class BuildReport:
             self._refuse(rows)
         self._check_lost_tokens()
         if not num_samples:
+            lost = {"bad": "were bad", "no_labels": "had no labels", "lost_labels": "lost all labels when truncated"}
+            lost["too_long"] = f"were longer than {self.limit or 'the model'} allows"
+            fates = ", ".join(f"{counts[fate]} {what}" for fate, what in lost.items() if counts[fate])
             raise DataError(
-                f"data set {config.name!r} is empty: of {rows} rows {counts['bad']} were bad, "
-                f"{counts['no_labels']} had no labels, {counts['too_long']} were too long, "
-                f"{counts['lost_labels']} lost all labels when truncated"
+                f"no {self.noun} are left of {rows}: {fates or 'the sources have none'}"
                 + (f"; the first: {self.problems[0][0]}" if self.problems else "")
                 + f"; read from {', '.join(source.path for source in config.sources)}",
                 self.problems[0][1] if self.problems else self.longer,

@@ -134,7 +134,7 @@ def read_prompts(
     meta = describe(config, name, facts, sources)[0]
     to_tokens = tokenizer_for(config, meta, model_name)
     report, prompts = BuildReport(config, lambda: most_rows(readers)), list[_Tokenized]()
-    report.limit = limit
+    report.limit, report.noun = limit, "prompts"
     prompts += _tokenized(config, readers, to_tokens, report, (progress, log))
     num_distinct = len({xxhash.xxh3_64_intdigest(ids.tobytes()) for _, ids in prompts})
     report.close(len(prompts), num_distinct)

@@ -24,13 +24,13 @@ from pydantic import Field, with_config
 from flatout.data.columns import CHECKED, COLUMNS, Column, Layout, LossMask, Shard, fingerprint
 from flatout.data.conversation import Origin
 from flatout.data.templates.description import TemplateDescription
-from flatout.errors import DataError, reason_of
+from flatout.errors import DataError, Fix, reason_of
 from flatout.io.allowed import require_allowed
 from flatout.io.json_file import open_plain, read_json, validated
 
 VERSION = 4
 MANIFEST = "manifest.json"
-_AGAIN = "rebuild the data set"
+_AGAIN = (Fix({}, "rebuild the data set"),)
 # two renames take far less
 _REPLACED_WITHIN_S, _LOOK_S = 5.0, 0.01
 MASK_RULES = 2
@@ -274,7 +274,7 @@ class TokenStore:
             in_range = bool(store.files.min() >= 0 and store.files.max() < len(store.meta.files))
             fits = in_range and bool((store.lengths > 0).all())
         if not fits:
-            raise DataError(f"{folder}: the arrays have inconsistent lengths; {_AGAIN}")
+            raise DataError(f"{folder}: the arrays have inconsistent lengths", _AGAIN)
         return store
 
 
@@ -308,10 +308,8 @@ class ShardCheck:
             part = self._arrays[name][self._layout.items(name, shard)]
             if xxhash.xxh3_128_hexdigest(part.view(np.uint8).data) != expected.get(name):
                 first, last = (int(sample) for sample in self._layout.samples[shard : shard + 2])
-                raise DataError(
-                    f"{self._folder / column.file}: shard {shard} (samples {first + 1:,} to {last:,}): the "
-                    f"content does not match its hash (damaged file); {_AGAIN}"
-                )
+                where = f"{self._folder / column.file}: shard {shard} (samples {first + 1:,} to {last:,})"
+                raise DataError(f"{where}: the content does not match its hash (damaged file)", _AGAIN)
 
 
 def replaced_dir(folder: Path) -> Path:
@@ -334,19 +332,18 @@ def read_manifest(folder: Path) -> StoreManifest:
     raw = read_json(path, DataError)
     version = raw.get("version") if isinstance(raw, dict) else None
     if version != VERSION:
-        raise DataError(f"{path}: found format version {version}, but this flatout reads {VERSION}; {_AGAIN}")
+        raise DataError(f"{path}: found format version {version}, but this flatout reads {VERSION}", _AGAIN)
     try:
         manifest = validated(StoreManifest, raw, str(path), DataError)
     except DataError as error:
-        raise DataError(f"{error.text}; {_AGAIN}") from error
+        raise DataError(error.text, _AGAIN) from error
     if missing := COLUMNS.keys() - manifest.columns.keys():
-        raise DataError(f"{path}: columns: {min(missing)} is missing; {_AGAIN}")
+        raise DataError(f"{path}: columns: {min(missing)} is missing", _AGAIN)
     for name, column in manifest.columns.items():
         mark = fingerprint(name, column, manifest.shards)
         if column.fingerprint != mark:
-            raise DataError(
-                f"{path}: columns.{name}.fingerprint: found {column.fingerprint}, but its shards give {mark}; {_AGAIN}"
-            )
+            said = f"found {column.fingerprint}, but its shards give {mark}"
+            raise DataError(f"{path}: columns.{name}.fingerprint: {said}", _AGAIN)
     return manifest
 
 
@@ -356,7 +353,7 @@ def _open_array(folder: Path, name: str, columns: Mapping[str, Column], layout: 
         open_plain(path).close()
         array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
     except (OSError, ValueError, KeyError, EOFError, OverflowError, SyntaxError, TokenError) as error:
-        raise DataError(f"{path}: damaged or missing: {reason_of(error)}; {_AGAIN}") from error
+        raise DataError(f"{path}: damaged or missing: {reason_of(error)}", _AGAIN) from error
     if array.dtype != dtype or array.shape != (length,):
-        raise DataError(f"{path}: found {array.dtype} {array.shape}, expected {dtype} ({length},); {_AGAIN}")
+        raise DataError(f"{path}: found {array.dtype} {array.shape}, expected {dtype} ({length},)", _AGAIN)
     return array

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import groupby, islice
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -75,13 +76,17 @@ class Journal:
     `identity`.
     """
 
-    def __init__(self, folder: Path, identity: str, rank: int) -> None:
+    def __init__(self, folder: Path, identity: Mapping[str, Any], rank: int) -> None:
         """Open this rank's journal behind what a start before this one has left. Raises ResourceError."""
-        self.folder, self._first = folder, identity.encode()
+        self.folder, self._first = folder, json.dumps(identity, sort_keys=True).encode()
         path, durable_io = folder / f"rank-{rank}.journal", DurableIO()
         durable_io.make_dir(folder)
-        is_new = next(self._lines(path), None) is None
-        if is_new:
+        first = next(self._lines(path), None)
+        self.dropped = ""
+        """What differs from the identity of this rank's journal of an earlier start; empty if nothing does."""
+        if is_new := first != self._first:
+            if first is not None:
+                self.dropped = what_differs(json.loads(first) if first[:1] == b"{" else None, identity)
             durable_io.remove_tree(path)
         self._file = AppendFile(path)
         if is_new:
@@ -91,19 +96,20 @@ class Journal:
         """Return what all ranks have, by place: the newest line of each group."""
         groups: dict[int, Group] = {}
         for path in sorted(self.folder.glob("rank-*.journal")):
-            for line in islice(self._lines(path), 1, None):
+            lines = self._lines(path)
+            for line in lines if next(lines, None) == self._first else ():
                 group = _GROUP.validate_json(line)
                 if group.place not in groups or group.rewards:
                     groups[group.place] = group
         return groups
 
     def _lines(self, path: Path) -> Iterator[bytes]:
-        """Yield the intact lines of a journal of this identity without their hashes, its first one too."""
+        """Yield the intact lines of a journal without their hashes, its identity first; none without one."""
         with suppress(OSError), open_plain(path) as file:
             for number, content in enumerate(file):
                 digest, _, line = content.rstrip(b"\n").partition(b" ")
                 is_intact = digest == xxh3_64_hexdigest(line).encode()
-                if number == 0 and not (is_intact and line == self._first):
+                if number == 0 and not is_intact:
                     return
                 if is_intact:
                     yield line

@@ -272,7 +272,7 @@ class RoundRecord:
     sample_s: Annotated[float, Figure("time until the last rank had its answers", "s", ranks="max", write=short_time)]
     score_s: Annotated[float, Figure("time until the last rank had its scores", "s", ranks="max", write=short_time)]
     wait_s: Annotated[float, Figure("time that ranks waited for the one with the longest answers", "s", ranks="mean")]
-    new_tokens_per_s: Annotated[float, _rate("sampled tokens", line="{} tok/s", label="sampled tokens")]
+    new_tokens_per_s: Annotated[float | None, _rate("sampled tokens", line="{} tok/s", label="sampled tokens")]
     problems: Mapping[str, int] = field(default_factory=dict)
     """Answers that a reward function failed on, by function."""
     metrics: Mapping[str, float] = field(default_factory=dict)

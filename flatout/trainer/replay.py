@@ -18,7 +18,7 @@ from flatout.config.folders import RUN_NAME
 from flatout.config.read import load_config, paths_in_place
 from flatout.config.schema import Config
 from flatout.config.track import TrackConfig
-from flatout.errors import UsageError
+from flatout.errors import FlatoutError, UsageError
 from flatout.track.callback import Callback
 from flatout.track.console import ConsoleCallback
 from flatout.track.record import StepRecord
@@ -89,7 +89,11 @@ def replay(folder: Path, step: int, console: ConsoleCallback) -> Replay:
     with _prepared(config, folder, start, compared) as (again, copy):
         watcher = _Compare(records, step, compared)
         with suppress(_Replayed):
-            train(again, callbacks=[watcher], console=console, replays=True)
+            try:
+                train(again, callbacks=[watcher], console=console, replays=True)
+            except FlatoutError as error:  # what it names is linked to the run's own files
+                error.text = error.text.replace(str(copy), str(folder))
+                raise
         tensors: tuple[str, ...] = ()
         if compared is not None:
             name = f"checkpoints/step-{compared}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -71,9 +70,13 @@ def collect_round(
     folder = round_folder(run.config.folder, index + 1)
     numbers = prompts.train_ids[prompts.rounds.places(index, run.config.seed)]
     identity = identity_of(run, prompts, index)
-    key = xxh3_128_hexdigest(json.dumps(identity, sort_keys=True).encode())
-    journal = Journal(journal_folder(folder), key, run.rank.index)
-    known = journal.groups()
+    journal = Journal(journal_folder(folder), identity, run.rank.index)
+    if journal.dropped:
+        why = f"{journal.folder}: its answers were sampled with another value of: {journal.dropped}"
+        run.reporter.event("round_again", {"round": index + 1, "why": why})
+    if known := journal.groups():
+        counts = [len(known) * run.config.rollout.group, len(numbers) * run.config.rollout.group]
+        run.reporter.stage("round", f"{index + 1}: {counts[0]:,} of {counts[1]:,} answers from the journal")
     sampled, scored = group.run_on_first_rank(lambda: [[*known], [at for at, one in known.items() if one.rewards]])
 
     def work() -> dict[str, Any]:
@@ -289,7 +292,7 @@ def _write(
         sample_s=max(sampling),
         score_s=max(one["score_s"] for one in by_rank),
         wait_s=max(sampling) - sum(sampling) / len(sampling),
-        new_tokens_per_s=sum(one["num_tokens"] for one in by_rank) / max(max(sampling), 1e-9),
+        new_tokens_per_s=sum(one["num_tokens"] for one in by_rank) / max(max(sampling), 1e-9) or None,
     )
     return None if store is None else digest_of(store), record
 

@@ -108,7 +108,8 @@ def open_round(
         except DataError as error:
             if is_begun or replays:
                 why = "a replay samples none" if replays else f"step {run.progress.step} is in it"
-                way = "" if replays else ", or remove this checkpoint, so that an earlier one goes on"
+                checkpoint = run.checkpoints.folder / f"step-{run.progress.step}"
+                way = "" if replays else f", or remove {checkpoint}, so that an earlier one goes on"
                 said = f"round {index + 1} needs its answers, as {why}: {error.text}; restore them{way}"
                 raise CheckpointError(said) from error
             run.reporter.event("round_again", {"round": index + 1, "why": error.text})

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +27,7 @@ from flatout.data.row_keys import prompt_keys
 from flatout.data.rows.formats.answers import CLASS
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import new_token_ids, tokenizer_of
+from flatout.environment import studio_folders
 from flatout.errors import DataError, Fix, UsageError
 from flatout.models.arch_quirks import whole_document_problem
 from flatout.models.load.inference import saved_scoring
@@ -38,6 +42,7 @@ from flatout.planner.shape import ModelShape, check_expert_ranks, check_position
 from flatout.planner.steps.training_plan import split_held_out
 from flatout.rollout.advantages import make_advantages
 from flatout.rollout.rewards.model import RewardModel
+from flatout.rollout.rewards.pool import Rewards
 from flatout.track.callback import Reporter
 from flatout.trainer.model_shape import read_shape, read_text_config
 from flatout.trainer.picture_inputs import with_pictures
@@ -117,6 +122,10 @@ def open_data(config: Config, reporter: Reporter, rank: Rank, *, starts: bool) -
         reporter.event("positions", beyond)
     split = SplitStore(store, None, None) if rollouts else hold_out_samples(store, config, reporter)
     models = [RewardModel(reward) for reward in config.rollout.rewards if reward.kind == "model"]
+    if not (starts or studio_folders()):  # no page may run code; a start loads them once its ranks are there
+        log_file = Path(tempfile.gettempdir(), f"flatout-rewards-{os.getpid()}.log")  # stays if an error names it
+        with Rewards(config.rollout.rewards, log_file, models=models, num_procs=1, log=lambda line: None):
+            log_file.unlink(missing_ok=True)
     eval_stores = {} if rollouts else open_eval_stores(config, store, objective, reporter)
     text_config = read_text_config(model.name, model.revision)
     settings, new_tokens = PlanSettings.of(config), new_token_ids(config.data, model.name)

@@ -67,20 +67,25 @@ class _Reward:
             return error
 
     async def _all_scores(self, results: Sequence[Any], calls: Sequence[Call]) -> list[Scored]:
-        return list(await asyncio.gather(*map(self._scores, results, map(len, calls))))
+        return list(await asyncio.gather(*map(self._scores, results, calls)))
 
-    async def _scores(self, result: Any, num_answers: int) -> Scored:
+    async def _scores(self, result: Any, items: Call) -> Scored:
         try:
             if isinstance(result, BaseException):
                 raise result
             if inspect.isawaitable(result):
                 async with asyncio.timeout(self.seconds):
                     result = await result
-            return values_of(result, self.signature, num_answers)
+            return values_of(result, self.signature, len(items))
         except BaseException as error:  # noqa: BLE001  (as above)
             if _is_of_memory(error):
                 raise MemoryError(_said(error, self.path)) from None
-            return [_said(error, self.path)] * num_answers
+            said, row = _said(error, self.path), items[0]["row"]
+            # a column that the row lacks: of row[...], or of a call without a parameter that the function requires
+            is_of_row = isinstance(error, KeyError) and error.args[:1] not in [(name,) for name in row]
+            if is_of_row or (isinstance(error, TypeError) and not line_of(error, self.path)):
+                said += f"; the row's columns are: {', '.join(row)}"[:_MAX_SAID]
+            return [said] * len(items)
 
 
 def serve(fd: int) -> None:

@@ -102,9 +102,11 @@ class Scores:
             if config.on_error == "stop":
                 asked = [one.model_dump(mode="json", exclude_unset=True) for one in self._configs]
                 asked[reward] |= {"on_error": "skip"}
-                why = "trains on without it: its faults are counted, and these answers get the sum of the others"
-                correct = Fix({}, "correct it there" if config.function else "correct the row, or what it reads of it")
-                raise UsageError(text, [correct, Fix({"rollout.rewards": asked}, why)])
+                scored = any(one is not config and one.weight for one in self._configs)
+                gets = "get the sum of the others" if scored else "have no score, as no other function gives one"
+                why = f"trains on without it: its faults are counted, and these answers {gets}"
+                what = f"correct {config.path}" if config.function else "correct the row, or what it reads of it"
+                raise UsageError(text, [Fix({}, what), Fix({"rollout.rewards": asked}, why)])
             if not self.problems[config.title]:
                 done = "scored 0" if config.on_error == "zero" else "left out of the sum"
                 self._log(

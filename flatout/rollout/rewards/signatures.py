@@ -94,7 +94,8 @@ def value_of(result: Any) -> float | str | None:
         return None
     expected = "expected a finite number or None"
     if isinstance(result, str | bytes) or not hasattr(type(result), "__float__"):
-        return f"it returned {type(result).__name__}; {expected}"
+        shown = f" {result[:60]!r}" if isinstance(result, str | bytes) else ""
+        return f"it returned {type(result).__name__}{shown}; {expected}"
     try:
         value = float(result)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:

@@ -141,7 +141,7 @@ CASES: list[tuple[str, list[Row], dict[str, Any], str]] = [
     ("C9 over-long", [LONG, chat("q", "a")], {"max_tokens": 32, "too_long": "error"},
      r"1 of 2 rows are over max_tokens=32 .*rows\.jsonl:1"),
     ("C11 nothing left", [LONG], {"max_tokens": 32, "too_long": "drop"},
-     r"data set 'd' is empty: of 1 rows 0 were bad, 0 had no labels, 1 were too long"),
+     r"no rows are left of 1: 1 were longer than data.max_tokens allows"),
     ("C15 turn refused", [chat("q", "a"), {"messages": [{"role": "user", "content": "q"},
      {"role": "system", "content": "s"}, {"role": "assistant", "content": "a"}]}], {"template": "gemma"},
      r"rows\.jsonl:2: messages\[1\] \(system\): chat template 'gemma' rejects it"),

@@ -64,7 +64,7 @@ def test_what_is_dropped_repeated_and_counted(read):
     with pytest.raises(DataError, match="1 of 7 rows are over max_tokens=40") as refused:
         read([*rows, long], most=40, too_long="error")
     assert refused.value.fixes[0] == longer
-    with pytest.raises(DataError, match="is empty") as refused:
+    with pytest.raises(DataError, match="no prompts are left") as refused:
         read([long], max_tokens=40)
     assert list(refused.value.fixes[0].settings) == ["data.max_tokens"]
 

@@ -306,8 +306,30 @@ def test_a_problem_stops_the_run_by_default(forms, tmp_path):
         score(tmp_path, [reward], items("4", "5"))
     correct, skip = stopped.value.fixes
     assert not correct.settings, "a setting that hides the fault comes after mending it"
+    said = str(stopped.value)
+    assert said.index(f"correct {reward['path']}") < said.index("on_error: skip")
+    assert "have no score" in said
+    with pytest.raises(UsageError) as one_of_two:
+        score(tmp_path, [reward, "number"], items("4", "5"))
+    assert "the sum of the others" in str(one_of_two.value)
     (asked,) = skip.settings["rollout.rewards"]
     assert score(tmp_path, [asked], items("4", "5"))[0].problems == {"too_few": 2}
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("(answer, row): return row['label']", "KeyError: 'label' (own.py:1); the row's columns are: answer, number"),
+        ("(completions, label): return [1]", "the row's columns are: answer, number"),
+        ("(answer, row): return str(row['number'])", "str '2'"),
+        ("(answer, row): return row['number']", None),
+    ],
+)
+def test_a_problem_says_what_the_row_has_and_what_came_back(tmp_path, code, said):
+    (tmp_path / "own.py").write_text(f"def reward{code}")
+    scores, lines = score(tmp_path, [{"path": f"{tmp_path}/own.py:reward", "on_error": "skip"}], items("4"))
+    assert bool(scores.problems) == bool(said)
+    assert not said or said in lines[-1]
 
 
 def one_point(answer, row):
@@ -322,8 +344,11 @@ def test_a_function_in_memory_is_told_its_file(function, named):
     with pytest.raises(ValidationError, match="processes of their own") as refused:
         configs(function)
     assert named in str(refused.value)
+    with pytest.raises(ValidationError, match="processes of their own"):
+        TypeAdapter(RewardList).validate_python(function)
     if function is one_point:
         assert configs(named)[0].function == named
+        assert TypeAdapter(RewardList).validate_python(named) == configs(named)
 
 
 def test_what_progress_raises_ends_calls_that_hang_and_the_pool_goes_on(tmp_path):
@@ -360,12 +385,19 @@ def test_what_cannot_be_called_is_refused_before_any_answer(forms, tmp_path, nam
             assert parameters in str(refused.value)
 
 
-@pytest.mark.parametrize("code", ["raise SystemExit", "def (", "import os; os._exit(1)", "1 / 0"])
+STARTS = "import flatout; flatout.train(model='none', data='none.jsonl', run_dir='started')"
+
+
+@pytest.mark.parametrize("code", ["raise SystemExit", "def (", "import os; os._exit(1)", "1 / 0", STARTS])
 def test_a_file_that_does_not_load_is_refused(tmp_path, code):
+    """A script that starts a run may do so where it is no import."""
     (tmp_path / "own.py").write_text(code)
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError) as refused:
         score(tmp_path, [f"{tmp_path / 'own.py'}:reward"], items("4"))
-    (tmp_path / "own.py").write_text("def reward(answer, row): return 1")
+    if code == STARTS:
+        assert "move the reward to a file of its own" in str(refused.value)
+    guarded = f"if __name__ == '__main__':\n    {STARTS}\n" if code == STARTS else ""
+    (tmp_path / "own.py").write_text(f"{guarded}def reward(answer, row): return 1")
     assert (score(tmp_path, [f"{tmp_path / 'own.py'}:reward"], items("4"))[0].total == 1).all()
 
 

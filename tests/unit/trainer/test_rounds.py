@@ -259,6 +259,11 @@ def test_a_run_that_has_not_sampled_has_a_plan_of_its_rounds_and_no_step_to_veri
     assert main(["plan", str(file), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["rounds"] == {"num_rounds": 2, "prompts": 4, "group": 3, "steps": 2, "num_prompts": 8}
+    (world.root / "odd.py").write_text("def odd(text): return 1")
+    for reward in ("absent.py:odd", "odd.py:absent", "odd.py:odd"):
+        file.write_text(dump_config(world("verified", rollout={"rewards": [f"{world.root}/{reward}"]})))
+        assert main(["plan", str(file)]) == 2
+        assert reward.partition(":")[0] in capsys.readouterr().err
 
 
 def test_rounds_are_a_runs_own_so_that_a_restart_moves_them_away(ran):
@@ -374,11 +379,15 @@ def test_damaged_answers_are_sampled_again_before_their_first_step_and_missed_af
         file, damaged = config.folder / "rollouts" / DAMAGES[damage][0], DAMAGES[damage][1]
         file.write_text(damaged(file.read_text(errors="replace")))
     assert main(["replay", str(again.folder), "--step", "3"]) == CheckpointError.exit_code
-    assert "round 2 needs its answers, as a replay" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "round 2 needs its answers, as a replay" in said
+    assert f"{again.folder}/rollouts/round-000002" in said, "not of the folder that is gone now"
     train(again)
     assert_same_end(ran, again.folder)
-    with pytest.raises(CheckpointError, match="round 2"):
+    with pytest.raises(CheckpointError, match="round 2") as refused:
         train(missed)
+    assert f"remove {missed.folder}/checkpoints/step-3," in str(refused.value)
+    assert "rebuild" not in f"{said} {refused.value}"
 
 
 @pytest.mark.parametrize(
@@ -413,6 +422,41 @@ def test_a_start_before_the_first_checkpoint_takes_its_own_answers_and_none_of_o
     assert ([file.stat().st_mtime_ns for file in files] == before) == (changed == "nothing")
     again = [event["why"] for event in load(folder).log.events if event["kind"] == "round_again"]
     assert differs in again[0] if differs else not again
+
+
+def test_a_journal_is_taken_or_what_differs_is_said(world, capsys):
+    code = f"""from pathlib import Path
+def late(answer, row):
+    assert Path("{world.root}/mended").exists()
+    return len(answer)
+"""
+    (file := world.root / "late.py").write_text(code)
+    rollout = {"rewards": f"{file}:late", "rounds": 1}
+    config = world("late", rollout=rollout, eval={"fraction": 0.0, "every_steps": None})
+    with pytest.raises(UsageError, match=r"late\.py:3"):
+        train(config)
+    assert "journal" not in capsys.readouterr().out
+    file.write_text(code + "# changed\n")
+    with pytest.raises(UsageError, match=r"late\.py:3"):
+        train(config)
+    assert "round_again" in capsys.readouterr().out
+    (world.root / "mended").touch()
+    train(config)
+    said = capsys.readouterr().out
+    assert "12 of 12 answers from the journal" in said
+    log = load(config.folder).log
+    (again,) = [event["why"] for event in log.events if event["kind"] == "round_again"]
+    assert "late.py of the rewards" in again
+    assert [record.new_tokens_per_s for record in log.rounds] == [None]
+    # with a checkpoint, other scores are for the person to allow
+    shutil.rmtree(config.folder / "final")
+    shutil.rmtree(config.folder / "checkpoints/step-2")
+    file.write_text(code)
+    with pytest.raises(CheckpointError, match=r"rewards: .*changes the scores") as refused:
+        train(config)
+    allowed = [fix.settings for fix in refused.value.fixes if "checkpoint.allow_change" in fix.settings]
+    assert allowed == [{"checkpoint.allow_change": ["rewards"]}]
+    train(config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"allow_change": ["rewards"]})}))
 
 
 @pytest.mark.parametrize(
@@ -478,6 +522,10 @@ def test_lost_prompts_and_few_held_out_ones_are_planned_with_their_settings(worl
     said = " ".join(capsys.readouterr().out.split())
     assert "too_long 1, rows 61, try rollout.max_prompt_tokens=" in said
     assert "1 held-out prompt (eval.fraction=0.02)" in said
+    file.write_text(dump_config(world("told", **sections, rollout={"max_prompt_tokens": 1})))
+    assert main(["plan", str(file)]) == 3
+    said = capsys.readouterr().err
+    assert "no prompts are left of 61: 61 were longer than rollout.max_prompt_tokens" in said
 
 
 def test_a_lora_run_samples_with_its_adapter(world, tiny, capsys):
