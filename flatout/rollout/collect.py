@@ -20,6 +20,7 @@ from flatout.config.describe import settings
 from flatout.config.model import LoraConfig
 from flatout.config.objective import ADVANTAGE, ANSWERS, SAMPLER_LOGPROB
 from flatout.config.own_code import OwnCode
+from flatout.config.rewards import RewardConfig
 from flatout.data.columns import PREFIX_TOKENS, Column
 from flatout.data.rollout_columns import ENDINGS
 from flatout.data.rows.converter import files_of
@@ -173,6 +174,24 @@ def write_round(
             )
         writer.finish(replace(meta, max_token_id=writer.max_token_id), {})
     return TokenStore.open(folder)
+
+
+def unscored(rewards: Sequence[RewardConfig], groups: Sequence[Group], problems: Mapping[str, int]) -> dict[str, str]:
+    """Return what to tell of functions that returned None for answers that no other function scored, by title."""
+    answers = [answer for one in groups for answer in zip(one.rewards, one.totals, strict=True)]
+    whys = dict[str, str]()
+    for index, reward in enumerate(rewards):
+        num_scored = sum(row[index] is not None for row, _ in answers)
+        num_failed = problems.get(reward.title, 0) if reward.on_error == "skip" else 0
+        num_lost = sum(row[index] is None and total is None for row, total in answers)
+        if reward.function is None or not reward.weight or num_lost <= num_failed:
+            continue
+        others = (f", failed on {num_failed:,}" if num_failed else "") + " and returned None for the others"
+        if num_lost < len(answers) - num_scored:
+            others += f", {num_lost:,} of which no function scored"
+        said = f"{reward.title} scored {num_scored:,} of {len(answers):,} answers{others}"
+        whys[reward.title] = f"{said}; if it means 0, return 0.0"
+    return whys
 
 
 def _after(prompt: Sequence[int], values: NDArray[Any], counts: Sequence[int]) -> NDArray[np.float32]:

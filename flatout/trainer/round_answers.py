@@ -28,7 +28,7 @@ from flatout.models.stops import stop_token_ids
 from flatout.objectives.policy import Policy
 from flatout.planner.steps.packing import partition
 from flatout.rollout.advantages import make_advantages
-from flatout.rollout.collect import GROUPS, Group, Journal, journal_folder, round_identity, write_round
+from flatout.rollout.collect import GROUPS, Group, Journal, journal_folder, round_identity, unscored, write_round
 from flatout.rollout.rewards.pool import Item
 from flatout.rollout.sampler import Completion, NoRoomError, SamplingParams
 from flatout.track.record import HeldOutRecord, RatedAnswer, RoundRecord
@@ -329,20 +329,10 @@ def _figures(run: TrainingRun, prompts: RolloutPrompts, groups: Sequence[Group])
 
 def _tell_unscored(run: TrainingRun, groups: Sequence[Group], problems: Mapping[str, int]) -> None:
     """Warn, once a function, of one that returned None for answers that no other function scored either."""
-    answers = [answer for one in groups for answer in zip(one.rewards, one.totals, strict=True)]
-    for index, reward in enumerate(run.config.rollout.rewards):
-        num_scored = sum(row[index] is not None for row, _ in answers)
-        num_failed = problems.get(reward.title, 0) if reward.on_error == "skip" else 0
-        num_lost = sum(row[index] is None and total is None for row, total in answers)
-        is_known = reward.function is None or not reward.weight or reward.title in run.state.told_unscored
-        if is_known or num_lost <= num_failed:
-            continue
-        run.state.told_unscored.add(reward.title)
-        others = (f", failed on {num_failed:,}" if num_failed else "") + " and returned None for the others"
-        if num_lost < len(answers) - num_scored:
-            others += f", {num_lost:,} of which no function scored"
-        why = f"{reward.title} scored {num_scored:,} of {len(answers):,} answers{others}"
-        run.reporter.event("unscored", {"why": f"{why}; if it means 0, return 0.0"})
+    for title, why in unscored(run.config.rollout.rewards, groups, problems).items():
+        if title not in run.state.told_unscored:
+            run.state.told_unscored.add(title)
+            run.reporter.event("unscored", {"why": why})
 
 
 def _remove_old(run: TrainingRun, index: int) -> None:

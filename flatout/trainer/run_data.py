@@ -301,9 +301,7 @@ def with_advantages(store: TokenStore, objective: Objective, reporter: Reporter)
     units = np.arange(store.num_samples + 1) if store.unit_offsets is None else store.unit_offsets
     made = make_advantages(np.asarray(store.extra[REWARD], np.float64), np.diff(units), objective.advantage)
     said = f"{len(units) - 1:,} groups, compared as objective.advantage={objective.advantage}"
-    reporter.stage(
-        "advantages", f"{said}; {made.num_dropped:,} have equal rewards or none, from which nothing is learnt"
-    )
+    reporter.stage("advantages", f"{said}; {made.num_dropped:,} have no signal, as rewards are equal or missing")
     column = Column("float32", "token", f"{objective.advantage} of {REWARD}", store.columns[REWARD].fingerprint)
     values = np.repeat(made.values.astype(np.float32), store.lengths)
     return replace(store, columns={**store.columns, ADVANTAGE: column}, extra={**store.extra, ADVANTAGE: values})
