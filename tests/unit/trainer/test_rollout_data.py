@@ -60,7 +60,7 @@ def test_rows_with_answers_are_refused_where_rollouts_train(tiny, tmp_path, caps
         (chat, 3, "no column 'advantage', which objective grpo needs; give answers that a model has sampled"),
         (chat, 3, "try rollout.rounds=100"),
         ([{"prompt": "one and one", "answer": "2"}] * 8, 3, "try rollout.rounds=100"),
-        (GROUPS, 0, "3 groups, compared as objective.advantage=mean_std; 1 have equal rewards or none"),
+        (GROUPS, 0, "3 groups, compared as objective.advantage=mean_std; 1 have no signal"),
     ):
         (tmp_path / "run.json").write_text(json.dumps(settings(tiny, tmp_path, rows, "grpo")))
         for verb in ("plan", "train") if not code else ("plan",):
