@@ -1,26 +1,15 @@
 """The Triton twins of grouped products over experts: on a CUDA GPU, or on the CPU with TRITON_INTERPRET=1."""
 
-import os
-
 import pytest
 import torch
+from triton_twins import DEVICE, DTYPE, MARKS, ON_GPU, TOLERANCE
 
 from flatout.kernels.fp8_matmul import quantize_rows
 from flatout.kernels.moe import reference
 from flatout.kernels.moe.reference import Routing
 
 pytest.importorskip("triton")
-ON_GPU = torch.cuda.is_available()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a CUDA GPU or TRITON_INTERPRET=1"
-    ),
-]
-DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
-# Triton's interpreter has no bf16 products
-DTYPE = torch.bfloat16 if ON_GPU else torch.float16
-TOLERANCE = 1e-2 if ON_GPU else 2e-3
+pytestmark = MARKS
 # e4m3 has three bits after the leading one; the interpreter truncates where hardware rounds
 FP8_TOLERANCE = 0.04 if ON_GPU else 0.08
 # tokens, slots, experts, wide and narrow size: odd sizes, several tiles an expert, sizes that are no multiple of a tile

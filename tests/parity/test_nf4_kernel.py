@@ -1,23 +1,15 @@
 """The Triton twin of NF4's dequantize: on a CUDA GPU, or on the CPU with TRITON_INTERPRET=1."""
 
-import os
-
 import pytest
 import torch
+from triton_twins import DEVICE, MARKS, ON_GPU
 
 from flatout.kernels.nf4 import dequantize, register_ops
 from flatout.kernels.nf4 import reference as plain
 from flatout.kernels.nf4.reference import nf4_levels, quantize, row_scale
 
 pytest.importorskip("triton")
-ON_GPU = torch.cuda.is_available()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a CUDA GPU or TRITON_INTERPRET=1"
-    ),
-]
-DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
+pytestmark = MARKS
 # fewer rows and blocks than a tile, odd ones, more than a tile; rows of one block
 SHAPES = [(1, 64), (5, 64), (70, 192), (130, 704), (3, 4160)]
 # Triton's interpreter truncates to bf16 where hardware rounds

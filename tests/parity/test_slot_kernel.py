@@ -1,24 +1,13 @@
 """The Triton twin of attention in slots: on a CUDA GPU, or on the CPU with TRITON_INTERPRET=1."""
 
-import os
-
 import pytest
 import torch
+from triton_twins import DEVICE, DTYPE, MARKS, TOLERANCE
 
 from flatout.kernels.attention.slots import slot_attention
 
 pytest.importorskip("triton")
-ON_GPU = torch.cuda.is_available()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a CUDA GPU or TRITON_INTERPRET=1"
-    ),
-]
-DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
-# Triton's interpreter has no bf16 products
-DTYPE = torch.bfloat16 if ON_GPU else torch.float16
-TOLERANCE = 1e-2 if ON_GPU else 2e-3
+pytestmark = MARKS
 # one token, tiles that end and do not end with the slot, a full slot
 LENGTHS, PLACES = [1, 64, 65, 160, 129], 160
 

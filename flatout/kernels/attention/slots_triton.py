@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flatout.kernels.cross_entropy.triton import shaped_logits
+
 # keys of a tile; the smallest side of a product
 _KEYS, _MIN_SIDE = 64, 16
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -35,12 +37,7 @@ def _attend_kernel(
         own = (slot * slot_places + keys) * KV_HEADS + kv_head
         k_places = k_ptr + own[:, None] * SIZE + columns[None, :]
         k = tl.load(k_places, mask=is_key[:, None] & (columns < SIZE)[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(k)) * scale
-        if CAPPED:
-            # without overflow, as the exponent is never positive
-            decay = tl.exp(-2 * tl.abs(scores / softcap))
-            tanh = (1 - decay) / (1 + decay)
-            scores = tl.where(scores < 0, -tanh, tanh) * softcap
+        scores = shaped_logits(tl.dot(q, tl.trans(k)), scale, softcap, CAPPED)
         scores = tl.where(is_key[None, :], scores * _LOG2_E, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         weights, change = tl.exp2(scores - higher[:, None]), tl.exp2(highest - higher)

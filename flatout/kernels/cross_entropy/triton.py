@@ -12,7 +12,8 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _shaped(values, scale, softcap, CAPPED: tl.constexpr):
+def shaped_logits(values, scale, softcap, CAPPED: tl.constexpr):
+    """Return values * scale in fp32, or softcap * tanh(values * scale / softcap) with a cap."""
     shaped = values.to(tl.float32) * scale
     if CAPPED:
         # without overflow, as the exponent is never positive
@@ -48,7 +49,7 @@ def _add_block(
 ):  # fmt: skip
     """Update each thread's largest logit, its sum of exponentials, and its largest logit before the target's."""
     columns, mask, values = _block(row, start, num_columns, COLUMNS, MASKED)
-    shaped = _shaped(values, scale, softcap, CAPPED)
+    shaped = shaped_logits(values, scale, softcap, CAPPED)
     if MASKED:
         shaped = tl.where(mask, shaped, float("-inf"))
     larger = tl.maximum(largest, tl.max(shaped, 1))
@@ -68,7 +69,7 @@ def _write_block(
 ):  # fmt: skip
     """Replace logits by their gradient, without the target's 1; return each thread's part of the entropy so far."""
     columns, mask, values = _block(row, start, num_columns, COLUMNS, MASKED)
-    shaped = _shaped(values, scale, softcap, CAPPED)
+    shaped = shaped_logits(values, scale, softcap, CAPPED)
     gradient = _gradient(shaped, log_total, 0.0, scale, softcap, CAPPED)
     if ENTROPY:
         surprise = log_total - shaped
@@ -92,7 +93,7 @@ def _row_terms(
     index = tl.program_id(0).to(tl.int64)
     target, row = tl.load(targets + index), logits + index * num_columns
     is_row, target_place = target >= 0, row + tl.maximum(target, 0)
-    own = _shaped(tl.load(target_place), scale, softcap, CAPPED)
+    own = shaped_logits(tl.load(target_place), scale, softcap, CAPPED)
     # finite, as the difference of two infinities is no number
     largest = tl.full((COLUMNS // 8,), -1e38, tl.float32)
     before, total = largest, tl.zeros((COLUMNS // 8,), tl.float32)
