@@ -1,4 +1,4 @@
-"""Build and check both distributions of the current commit, and show how to publish them; `make release` runs this.
+"""Build and check the distributions of the current commit, and show how to publish them; `make release` runs this.
 
 It uploads nothing. What is built is a fresh clone, so that files without a commit cannot get in, and with the tools of
 a virtual environment of its own: pyproject.toml's group `release`.
@@ -33,14 +33,14 @@ def problem_of(version: str) -> str | None:
 
 
 def build(source: Path) -> list[Path]:
-    """Build sdist and wheel of both distributions of a clone into `dist`, and check them."""
+    """Build sdist and wheel of each distribution of a clone into `dist`, and check them."""
     python = str(WORK / "venv" / "bin" / "python")
     pip = [python, "-m", "pip", "--no-input", "install", "--disable-pip-version-check"]
     run("Making an environment for the tools", [sys.executable, "-m", "venv", str(WORK / "venv")])
     # pip knows groups since 25.1
     run("Updating pip", [*pip, "-c", str(ROOT / "constraints.txt"), "-U", "pip"])
     run("Installing the tools", [*pip, "--group", f"{source / 'pyproject.toml'}:release"])
-    for folder in (source, source / "migrate"):
+    for folder in (source, source / "migrate", source / "migrate" / "names"):
         name = f"Building {folder.relative_to(source.parent)}, first the sdist and from it the wheel"
         run(name, [python, "-m", "build", "--outdir", str(DIST), str(folder)])
     made = sorted(DIST.iterdir())

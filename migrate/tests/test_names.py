@@ -1,4 +1,4 @@
-"""The import names of other trainers come from the wheel alone, and never before an installed package of that name."""
+"""The import names of other trainers are there on request, and never before an installed package of that name."""
 
 from __future__ import annotations
 
@@ -27,15 +27,18 @@ def original(name: str, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run([*PIP, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, MIGRATE], check=True)
-    return next(folder.glob("flatout_migrate-*.whl"))
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """flatout-migrate, and its names."""
+    folder, build = tmp_path_factory.mktemp("wheels"), [*PIP, "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*build, "-w", folder, MIGRATE, MIGRATE / "names"], check=True)
+    return next(folder.glob("flatout_migrate-*.whl")), next(folder.glob("flatout_migrate_names-*.whl"))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("ours_first", [True, False])
-def test_an_installed_original_comes_first_in_any_order(wheel: Path, ours_first: bool, tmp_path: Path) -> None:
+def test_an_installed_original_comes_first_in_any_order(
+    wheels: tuple[Path, Path], ours_first: bool, tmp_path: Path
+) -> None:
     python = tmp_path / "venv" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
 
@@ -46,17 +49,18 @@ def test_an_installed_original_comes_first_in_any_order(wheel: Path, ours_first:
         """The file of each name, or None."""
         return subprocess.run([python, "-c", SHOW, *NAMES], check=True, capture_output=True, text=True).stdout.split()
 
-    assert found() == ["None"] * len(NAMES)
-    theirs = original("trl", tmp_path)
-    for path in (wheel, theirs) if ours_first else (theirs, wheel):
-        pip("install", "--no-deps", "--no-index", path)
+    install, (package, names), theirs = ("install", "--no-deps", "--no-index"), wheels, original("trl", tmp_path)
+    pip(*install, package)
+    assert found() == ["None"] * len(NAMES)  # they are there on request only
+    for path in (names, theirs) if ours_first else (theirs, names):
+        pip(*install, path)
     trl, *others = found()
     assert trl.endswith("site-packages/trl/__init__.py")
     assert all("/flatout_migrate/names/" in each for each in others)
     pip("uninstall", "-y", "trl")
     assert all("/flatout_migrate/names/" in each for each in found())
-    pip("install", "--no-deps", "--no-index", theirs)
-    pip("uninstall", "-y", "flatout-migrate")
+    pip(*install, theirs)
+    pip("uninstall", "-y", "flatout-migrate-names")
     trl, *others = found()
     assert trl.endswith("site-packages/trl/__init__.py")
     assert others == ["None"] * len(others)

@@ -28,6 +28,7 @@ import make_release  # noqa: E402  (the repository's own script, in no package)
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS: dict[str, list[str]] = PYPROJECT["project"]["optional-dependencies"]
+DISTRIBUTIONS = [".", "migrate", "migrate/names"]
 SOURCE = PYPROJECT["project"]["urls"]["Source"]
 # for work on flatout itself, which install.md does not offer, and for GPUs, which it names first
 NOT_OFFERED = {"dev", "docs", "browser", "gpu"}
@@ -38,14 +39,17 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 def pages() -> Iterator[Path]:
     """All pages that a person reads."""
-    yield from (ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "migrate/README.md"))
+    yield from (
+        ROOT / name
+        for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "migrate/README.md", "migrate/names/README.md")
+    )
     yield from (ROOT / "docs").rglob("*.md")
     yield from (ROOT / "notebooks").glob("*.ipynb")
 
 
-@pytest.fixture(scope="module", params=[".", "migrate"])
+@pytest.fixture(scope="module", params=DISTRIBUTIONS)
 def metadata(request: pytest.FixtureRequest) -> Any:
-    """The metadata that a build writes for one of the two distributions."""
+    """The metadata that a build writes for one of the distributions."""
     return ProjectMetadata(str(ROOT / request.param), PluginManager())
 
 
@@ -60,15 +64,15 @@ def test_the_metadata_is_complete(metadata):
     assert not [one for one in core.classifiers if one.startswith("License ::")]  # the expression says it
     assert core.license_expression == "Apache-2.0"
     assert core.license_files == ["LICENSE"]
-    assert (ROOT / "migrate" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert (Path(metadata.root) / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     for line in (one for one in core.classifiers if re.search(r"Python :: 3\.\d", one)):
         assert SpecifierSet(core.requires_python).contains(line.rpartition(" ")[2])
 
 
-def test_both_distributions_have_the_version_of_the_package(metadata):
+def test_all_distributions_have_the_version_of_the_package(metadata):
     assert metadata.version == flatout.__version__
     needs = [Requirement(text) for text in metadata.core.dependencies]
-    assert all(one.specifier.contains(flatout.__version__) for one in needs if one.name == "flatout")
+    assert all(one.specifier.contains(flatout.__version__) for one in needs if one.name.startswith("flatout"))
 
 
 def test_on_an_index_every_link_of_the_readme_leads_to_a_file_of_the_tag(metadata):
@@ -90,7 +94,7 @@ def test_on_an_index_every_link_of_the_readme_leads_to_a_file_of_the_tag(metadat
 
 def test_the_address_of_the_project_is_the_one_of_pyproject():
     texts = {
-        path: path.read_text() for path in (*pages(), ROOT / "pyproject.toml", ROOT / "migrate" / "pyproject.toml")
+        path: path.read_text() for path in (*pages(), *(ROOT / folder / "pyproject.toml" for folder in DISTRIBUTIONS))
     }
     pattern = re.compile(r"https://(?:github\.com|raw\.githubusercontent\.com)/([\w-]+/flatout)\b")
     found = {name for text in texts.values() for name in pattern.findall(text)}
