@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 DEMO := demo-run
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test suite test-long test-random test-gpu check format setup clean
+.PHONY: demo test suite test-long test-random test-gpu check format docs setup release clean
 
 demo: $(VENV)/.ready
 	$(BIN)/flatout demo --out $(DEMO)
@@ -39,7 +39,16 @@ format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# the documentation site, in build/site
+docs: $(VENV)/.ready
+	$(BIN)/python docs/reference/generate.py
+	$(BIN)/zensical build --strict
+
 setup: $(VENV)/.ready
+
+# sdists and wheels of this commit, checked, in dist/; it uploads nothing
+release:
+	@$(PYTHON) make_release.py
 
 $(VENV)/.ready: pyproject.toml migrate/pyproject.toml constraints.txt make_venv.py
 	@$(PYTHON) make_venv.py $(VENV) dev
@@ -50,4 +59,4 @@ $(VENV)/.ready-gpu: $(VENV)/.ready
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache $(DEMO) demo-images demo-rl
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache $(DEMO) demo-images demo-rl build dist
