@@ -38,7 +38,7 @@ PAGES = sorted(
 )  # fmt: skip
 # commands of other programs, which only have to be well formed
 OTHERS = {"make", "cd", ".", "ssh", "pip", "python", "torchrun", "srun", "docker", "vllm", "ollama", "pytest"}
-OTHERS |= {"conda", "hf", "apt", "python3"}
+OTHERS |= {"conda", "hf", "apt", "npm", "python3"}
 
 
 @pytest.fixture(scope="module")
