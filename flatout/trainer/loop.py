@@ -74,25 +74,19 @@ def evaluate_before_steps(run: TrainingRun) -> None:
     """Evaluate the weights of a new run, or those of a checkpoint whose evaluation a stop request cut short."""
     step = run.progress.step
     is_whole = run.progress.last_eval_step == step or step == run.plan.num_steps
-    if step == 0 and (late := first_evaluation(run)):
-        wait = f"first after step {late}: before step 1 it takes long on a CPU"
-        run.reporter.stage("eval", wait if late < run.plan.num_steps else "at the end: before, it takes long on a CPU")
-    elif not is_whole and evaluates_after(run, step):
+    if not is_whole and evaluates_after(run, step):
         is_best = evaluate_now(run)
         if is_best and step > 0:
             save(run, best=True)
 
 
-def first_evaluation(run: TrainingRun) -> int:
-    """Return after how many steps the first evaluation comes: 0, or LATE_STEPS where people would wait long for it."""
-    num_tokens = sum(one.step.num_tokens for one in run.eval_sets)
-    is_long = 2 * run.planned.shape.num_params * num_tokens > LONG_EVAL_FLOPS
-    return LATE_STEPS if is_long and run.device.type == "cpu" else 0
-
-
 def evaluates_after(run: TrainingRun, step: int) -> bool:
-    """Whether an evaluation follows this step, which is not the last one."""
-    is_first = step == first_evaluation(run) and run.progress.last_eval_step is None
+    """Whether an evaluation follows a step that is not the last; a long one on a CPU waits for LATE_STEPS."""
+    flops = 2 * run.planned.shape.num_params * sum(one.step.num_tokens for one in run.eval_sets)
+    first = LATE_STEPS if run.device.type == "cpu" and flops > LONG_EVAL_FLOPS else 0
+    if step == 0 < first:
+        run.reporter.stage("eval", f"first after step {first}, or at the end: it takes long on a CPU")
+    is_first = step == first and run.progress.last_eval_step is None
     return is_first or (step > 0 and is_due(step, run.config.eval.every_steps, run.plan.num_steps))
 
 

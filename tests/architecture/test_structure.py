@@ -88,7 +88,7 @@ MAX_PACKAGE_LINES = {
     "rollout": 3_000,
     "studio": 1_500,
     "track": 3_000,
-    "trainer": 7_500,
+    "trainer": 8_000,
     "verifier": 1_500,
     "view": 1_500,
 }

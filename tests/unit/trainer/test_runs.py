@@ -270,7 +270,7 @@ def test_a_long_evaluation_on_a_cpu_comes_after_the_first_steps(tiny, tmp_path, 
     train(config)
     log = read_run(tmp_path / "run")
     assert [one.step for one in log.evals] == [loop.LATE_STEPS, 14]
-    assert f"first after step {loop.LATE_STEPS}: before step 1" in (tmp_path / "run" / "train.log").read_text()
+    assert f"first after step {loop.LATE_STEPS}, or at the end" in (tmp_path / "run" / "train.log").read_text()
     again = tmp_path / "again"
     shutil.copytree(tmp_path / "run", again)
     as_after(again, loop.LATE_STEPS)
