@@ -29,6 +29,7 @@ from flatout.studio.guard import Guard
 from flatout.studio.jobs import Worker, WorkerJob
 from flatout.studio.trainings import Trainings
 from flatout.studio.workspace import MAX_UPLOAD_BYTES, Workspace
+from flatout.view.facts import row_figures
 from flatout.view.open_runs import open_runs
 from flatout.view.page import page
 from flatout.view.report import run_fragment, runs_fragment
@@ -161,6 +162,7 @@ def make_app(root: Path, token: str, port: int, log: Callable[[str], None], mode
         Route("/api/run", studio.live),
         Route("/api/build", studio.follow_build),
         Route("/api/settings", studio.settings),
+        Route("/api/figures", studio.figures),
         Route("/report", studio.report),
         Route("/api/upload", studio.upload, methods=["POST"]),
         Route("/api/cancel", studio.cancel, methods=["POST"]),
@@ -178,6 +180,7 @@ class Studio:
     def __init__(self, workspace: Workspace) -> None:
         self.workspace, self.trainings = workspace, Trainings(workspace)
         self.workers = {name: Worker(workspace) for name in ("build", "plan", "chat")}
+        self._figures: dict[Path, tuple[int, dict[str, Any]]] = {}
         self._templates = Environment(loader=PackageLoader("flatout.studio", "assets"), autoescape=True)
 
     async def entry(self, request: Request) -> Response:
@@ -251,6 +254,14 @@ class Studio:
     def settings(self, request: Request) -> Response:
         """The settings of a run that differ from their defaults, as text by dotted name: where another one starts."""
         return JSONResponse(self.trainings.settings(self.workspace.run(request.query_params.get("folder", ""))))
+
+    def figures(self, request: Request) -> Response:
+        """What the list of runs shows of one: loss or reward, steps, time."""
+        folder = self.workspace.run(request.query_params.get("folder", ""))
+        stamp = (folder / "metrics.jsonl").stat().st_mtime_ns
+        if self._figures.get(folder, (0, {}))[0] != stamp:  # a long run takes seconds to read
+            self._figures[folder] = (stamp, row_figures(read_run(folder)))
+        return JSONResponse(self._figures[folder][1])
 
     def report(self, request: Request) -> Response:
         """The page of a run, as `flatout report` writes it, to save."""

@@ -13,7 +13,7 @@ from flatout.config.folders import SETTINGS_FILES
 from flatout.errors import CheckpointError, DataError, UsageError
 from flatout.io.redact import printable
 from flatout.io.redact import rows as screen_rows
-from flatout.track.figures import named, short_count, short_time
+from flatout.track.figures import gib, named, short_count, short_time
 from flatout.track.record import BAD_RESULTS, FIGURES, KINDS, STEP, StepRecord
 from flatout.track.run_log import RunLog
 
@@ -97,6 +97,8 @@ class RunSummary:
     num_warm_up_records: int
     """Records that are left out of both."""
     peak_memory_bytes: int
+    planned_memory_bytes: int
+    """0 where none was planned, as on a CPU."""
     lost: LostTime
     events: Mapping[str, int]
     """The number of each kind that a healthy run does not have."""
@@ -140,6 +142,7 @@ def summarize(log: RunLog) -> RunSummary:
         mfu=sum(of_peak) / rated_s if of_peak and rated_s else None,
         num_warm_up_records=len(steps) - len(rated),
         peak_memory_bytes=max((step.peak_memory_bytes for step in steps), default=0),
+        planned_memory_bytes=(start and start.plan.memory_bytes) or 0,
         lost=lost_time(log),
         events={kind: count for kind, count in events.items() if kind not in ROUTINE_EVENTS},
         warnings=tuple(_warnings(log, evaluation or held_out)),
@@ -238,7 +241,8 @@ def summary_lines(summary: RunSummary, commands: Sequence[str], *, is_short: boo
         label = short_count(summary.num_label_tokens)
         rows.append(("tokens", f"{short_count(summary.num_tokens)}, {label} of them label tokens"))
         rows.append(("speed", f"{STEP['tokens_per_s'].write(summary.tokens_per_s)} tokens/s{mfu}{without}"))
-        rows.append(("memory", f"{STEP['peak_memory_bytes'].write(summary.peak_memory_bytes)} at peak"))
+        planned = f", {gib(summary.planned_memory_bytes)} planned" if summary.planned_memory_bytes else ""
+        rows.append(("memory", f"{STEP['peak_memory_bytes'].write(summary.peak_memory_bytes)} at peak{planned}"))
         lost = {name.removesuffix("_s"): seconds for name, seconds in asdict(summary.lost).items() if seconds}
         # no-break spaces keep a number and its unit on one line
         parts = (f"{name} {short_time(one)}".translate({ord("_"): " ", ord(" "): "\xa0"}) for name, one in lost.items())

@@ -20,6 +20,9 @@ from flatout.trainer.state import TrainingRun
 from flatout.trainer.step import Pending, step_launcher
 from flatout.trainer.step_guards import require_own_answers, tell_divergence
 
+# on a CPU, an evaluation with more FLOPs (some 20 s on 2 cores) first comes after so many steps
+LONG_EVAL_FLOPS, LATE_STEPS = 5e12, 10
+
 
 def run_steps(run: TrainingRun) -> None:
     """Run the plan's remaining steps, of each round once it is sampled; evaluate and save when due.
@@ -52,7 +55,7 @@ def take_steps(run: TrainingRun, meter: Meter) -> None:
         launched.append((step, launch(step)))
         # `finish` evaluates and saves after the last step
         completed, is_last = step.index + 1, step.index + 1 == run.plan.num_steps
-        evaluates = not is_last and is_due(completed, run.config.eval.every_steps, run.plan.num_steps)
+        evaluates = not is_last and evaluates_after(run, completed)
         saves = not is_last and is_due(completed, run.config.checkpoint.every_steps, run.plan.num_steps)
         # read a step's outcome only after launching the next one, so that the device never waits for the host
         num_pending = 0 if is_last or evaluates or saves or not run.state.num_in_flight else 1
@@ -71,10 +74,20 @@ def evaluate_before_steps(run: TrainingRun) -> None:
     """Evaluate the weights of a new run, or those of a checkpoint whose evaluation a stop request cut short."""
     step = run.progress.step
     is_whole = run.progress.last_eval_step == step or step == run.plan.num_steps
-    if not is_whole and (step == 0 or is_due(step, run.config.eval.every_steps, run.plan.num_steps)):
+    if not is_whole and evaluates_after(run, step):
         is_best = evaluate_now(run)
         if is_best and step > 0:
             save(run, best=True)
+
+
+def evaluates_after(run: TrainingRun, step: int) -> bool:
+    """Whether an evaluation follows a step that is not the last; a long one on a CPU waits for LATE_STEPS."""
+    flops = 2 * run.planned.shape.num_params * sum(one.step.num_tokens for one in run.eval_sets)
+    first = LATE_STEPS if run.device.type == "cpu" and flops > LONG_EVAL_FLOPS else 0
+    if step == 0 < first:
+        run.reporter.stage("eval", f"first after step {first}, or at the end: it takes long on a CPU")
+    is_first = step == first and run.progress.last_eval_step is None
+    return is_first or (step > 0 and is_due(step, run.config.eval.every_steps, run.plan.num_steps))
 
 
 @contextmanager

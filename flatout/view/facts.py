@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import yaml
 from pydantic import TypeAdapter
 
@@ -21,8 +22,11 @@ from flatout.track.run_log import RunLog
 from flatout.track.start_up import EVENT as START_UP
 from flatout.track.start_up import stages_of
 from flatout.track.summary import JUDGED, JUDGED_ROWS, RunSummary, judged_values, seconds_of, summarize
+from flatout.view.charts import bucket_means
 
 NONE = "–"
+# points of the small curve in a list of runs
+NUM_SPARK = 60
 # what the headline calls what a run is judged by
 _TITLES = {"step": "Training loss", "eval": "Evaluation loss", "round": "Round reward", "held_out": "Held-out reward"}
 _RUN = TypeAdapter(RunLog)
@@ -56,14 +60,35 @@ def headline(summary: RunSummary) -> list[tuple[str, str, str]]:
         facts.append(("Tokens", short_count(summary.num_tokens), label))
         facts.append(("Training time", short_time(summary.train_s), "without evaluations and saves"))
     if summary.peak_memory_bytes:
-        write = STEP["peak_memory_bytes"].write
-        facts.append(("Peak memory", write(summary.peak_memory_bytes), "highest of all ranks"))
+        write, bytes_planned = STEP["peak_memory_bytes"].write, summary.planned_memory_bytes
+        planned = f"{gib(bytes_planned)} planned; " if bytes_planned else ""
+        facts.append(("Peak memory", write(summary.peak_memory_bytes), f"{planned}highest of all ranks"))
     parts = {name.removesuffix("_s").replace("_", " "): lost_s for name, lost_s in asdict(summary.lost).items()}
     greatest = sorted(parts, key=lambda name: -parts[name])[:2]
     if summary.num_steps and parts[greatest[0]]:
         note = ", ".join(f"{name} {short_time(parts[name])}" for name in greatest if parts[name])
         facts.append(("Lost time", short_time(sum(parts.values())), note))
     return facts
+
+
+def row_figures(log: RunLog) -> dict[str, Any]:
+    """Return what a list of runs shows of one: its loss or reward with its curve, its steps and its time."""
+    summary = summarize(log)
+    one, curve = summary.evaluation or summary.trained, np.empty((1, 0))
+    if summary.trained:
+        # the loss of every step has more points than that of the evaluations; rewards of rounds are no held-out ones
+        kind = "step" if summary.trained.kind == "step" or one is None else one.kind
+        values = judged_values(log, kind)
+        curve = bucket_means({"step": np.array([*values], float)}, np.array([[*values.values()]]), NUM_SPARK)[1]
+    planned = summary.num_planned_steps
+    return {
+        "name": _TITLES[one.kind].lower() if one else "",
+        "first": one.texts[0] if one else "",
+        "last": one.texts[1] if one else "",
+        "curve": curve[0].tolist(),
+        "steps": f"{summary.num_steps:,}" + (f" of {planned:,}" if planned != summary.num_steps else ""),
+        "time": short_time(summary.train_s) if summary.num_steps else "",
+    }
 
 
 def best_of(name: str, summaries: Sequence[RunSummary]) -> str | None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, TypeVar
 
 from flatout.track.figures import short_count
 from flatout.track.record import Answer, describe_event
 from flatout.track.run_log import RunLog
-from flatout.track.summary import ROUTINE_EVENTS, summarize
+from flatout.track.summary import ROUTINE_EVENTS, next_commands, summarize
 from flatout.view import facts
 from flatout.view.charts import histogram, packing_lanes
 from flatout.view.curves import curves
@@ -31,6 +33,7 @@ def run_fragment(log: RunLog) -> str:
         unit = f"samples; {plan.num_samples:,} in all"
         lengths = histogram("Sample lengths", unit, plan.length_edges, plan.length_counts, "tokens in a sample")
         packing = packing_lanes(plan.packing, plan.padded)
+    folder = log.folder.relative_to(here) if log.folder.is_relative_to(here := Path.cwd()) else log.folder
     changed, answers, started = facts.changed_settings(settings), list(_answers(log)), facts.start_rows(log)
     worst, sampled = log.evals[-1].worst if log.evals else (), [*log.held_out[-1:], *_spread(log.rounds)[::-1]]
     contents = (
@@ -47,6 +50,7 @@ def run_fragment(log: RunLog) -> str:
         badge=_BADGES[summary.outcome],
         lead=_lead(log),
         headline=facts.headline(summary),
+        commands=next_commands(replace(log, folder=folder)),
         charts=curves({summary.name: log}),
         plan_rows=facts.plan_rows(log),
         start_rows=started,

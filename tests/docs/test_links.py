@@ -30,7 +30,8 @@ def test_every_link_leads_to_a_page_and_a_heading(page):
         name, _, anchor = target.partition("#")
         other = (page.parent / name).resolve() if name else page
         assert other.exists(), target
-        assert not anchor or anchor in anchors(other), target
+        # on a picture, the site's colors in which it is shown
+        assert not anchor or (anchor in anchors(other) if other.suffix == ".md" else anchor.startswith("only-")), target
 
 
 def test_the_navigation_lists_every_page_once():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import html
 import io
 import json
 import re
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urljoin, urlsplit
 
 import pytest
 import yaml
@@ -38,7 +40,7 @@ PAGES = sorted(
 )  # fmt: skip
 # commands of other programs, which only have to be well formed
 OTHERS = {"make", "cd", ".", "ssh", "pip", "python", "torchrun", "srun", "docker", "vllm", "ollama", "pytest"}
-OTHERS |= {"conda", "hf", "apt", "python3", "uv"}
+OTHERS |= {"conda", "hf", "apt", "npm", "python3", "uv"}
 
 
 @pytest.fixture(scope="module")
@@ -190,3 +192,29 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert "optim.lr" in (site / "reference" / "settings" / "index.html").read_text()
     # mkdocstrings found the functions
     assert "objective" in (site / "reference" / "python" / "index.html").read_text()
+    assert "optim.lr" in (site / "search.json").read_text()
+    num_clicks, dead = walk(site)
+    assert not dead
+    assert {page for page in site.rglob("*.html") if page.name != "404.html"} == num_clicks.keys()
+    assert max(num_clicks.values()) <= 2
+
+
+def walk(site: Path) -> tuple[dict[Path, int], list[str]]:
+    """Follow the links of a site from its start; return the clicks to each page, and links that lead nowhere."""
+    num_clicks, dead, pages = {site / "index.html": 0}, list[str](), [site / "index.html"]
+    texts = {page: page.read_text() for page in site.rglob("*.html")}
+    for page in pages:  # grows as pages are found
+        for link in re.findall(r'(?:href|src)="([^"]+)"', texts[page]):
+            address = urlsplit(urljoin(page.as_uri(), html.unescape(link)))
+            if address.scheme != "file":
+                continue
+            target = Path(unquote(address.path))
+            target = target / "index.html" if address.path.endswith("/") or target.is_dir() else target
+            anchor = unquote(address.fragment)
+            is_found = target in texts if target.suffix == ".html" else target.is_file()
+            if not is_found or (anchor and target in texts and f'id="{anchor}"' not in texts[target]):
+                dead.append(f"{page.relative_to(site)}: {link}")
+            elif target in texts and target not in num_clicks:
+                num_clicks[target] = num_clicks[page] + 1
+                pages.append(target)
+    return num_clicks, dead

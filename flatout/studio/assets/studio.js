@@ -65,6 +65,28 @@
     };
   }
 
+  // A text with a button that copies it.
+  function copied(text) {
+    const button = Object.assign(document.createElement("button"), { type: "button", className: "csv", textContent: "Copy" });
+    button.dataset.copy = text;
+    button.setAttribute("aria-label", "Copy " + text);
+    const holder = Object.assign(document.createElement("span"), { className: "copied" });
+    holder.append(Object.assign(document.createElement("code"), { textContent: text }), " ", button);
+    return [holder, " "];
+  }
+
+  // A small line of a figure, without axes.
+  function spark(values, label) {
+    const low = Math.min(...values), room = Math.max(...values) - low || 1, space = "http://www.w3.org/2000/svg";
+    const svg = document.createElementNS(space, "svg"), path = document.createElementNS(space, "path");
+    const facts = { viewBox: "0 0 100 24", preserveAspectRatio: "none", role: "img", "aria-label": label, class: "spark c0" };
+    for (const [name, value] of Object.entries(facts)) svg.setAttribute(name, value);
+    path.setAttribute("class", "line");
+    path.setAttribute("d", "M" + values.map((one, index) => `${(100 * index) / (values.length - 1)},${22 - (20 * (one - low)) / room}`).join(" "));
+    svg.append(path);
+    return svg;
+  }
+
   // Settings of a form that differ from their defaults, by dotted name.
   function settingsOf(form) {
     const found = {};
@@ -274,8 +296,8 @@
         const figure = (name, text) => { document.querySelector(`[data-figure="${name}"]`).textContent = text; };
         const parts = Object.entries(plan.memory_parts).filter(([, bytes]) => bytes > 0);
         const total = parts.reduce((sum, [, bytes]) => sum + bytes, 0);
-        figure("memory", total ? size(total) : "not known");
-        figure("time", plan.time_s === null ? "not known" : duration(plan.time_s));
+        figure("memory", total ? size(total) : "not planned");
+        figure("time", plan.time_s === null ? "known after a run" : duration(plan.time_s));
         figure("steps", count.format(plan.num_steps));
         figure("tokens", (plan.num_tokens < 1e6 ? count : short).format(plan.num_tokens));
         figure("padding", (plan.padding_avoided * 100).toFixed(1) + "%");
@@ -333,7 +355,10 @@
       }
       form.addEventListener("input", later);
       form.addEventListener("submit", (event) => event.preventDefault());
-      byId("device").addEventListener("change", later);
+      byId("device").addEventListener("change", () => {
+        byId("fits-where").textContent = byId("device").selectedOptions[0].textContent;
+        later();
+      });
       for (const button of form.querySelectorAll("[data-add]")) {
         button.addEventListener("click", () => {
           const field = byId("overrides");
@@ -360,6 +385,30 @@
       for (const time of form.querySelectorAll("time")) {
         time.textContent = new Date(1000 * Number(time.dataset.time)).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
       }
+      const rows = [...form.querySelectorAll("tr[data-folder]")];
+      byId("filter").addEventListener("input", () => {
+        const words = byId("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
+        for (const row of rows) row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
+        const found = rows.filter((row) => !row.hidden).length;
+        byId("filter-status").textContent = !words.length ? "" : found ? `${found} of ${rows.length} runs` : "no run has all of these words; delete some of them";
+      });
+      // one run after the other, as a long one takes a while to read; runs that train are read again
+      async function read(row) {
+        try {
+          const run = await (await ask("/api/figures?folder=" + encodeURIComponent(row.dataset.folder))).json();
+          const figure = row.querySelector(".figure"), kind = document.createElement("small");
+          kind.textContent = run.name;
+          figure.replaceChildren(...(run.curve.length > 1 ? [spark(run.curve, `${run.name} from ${run.first} to ${run.last}`)] : []), run.last, kind);
+          row.querySelector(".taken").textContent = run.steps;
+          row.querySelector(".took").textContent = run.time;
+        } catch { /* the run's page says why */ }
+      }
+      async function readAll(some) {
+        for (const row of some) await read(row);
+        const training = rows.filter((row) => row.dataset.state === "running");
+        if (training.length) setTimeout(() => readAll(training), 3000);
+      }
+      readAll(rows);
       form.addEventListener("change", () => {
         form.querySelector("[type=submit]").disabled = form.querySelectorAll("[name=run]:checked").length < 2;
       });
@@ -454,7 +503,8 @@
         try {
           const body = to === "push" ? { folder, repo: byId("repo").value.trim() } : { folder, to };
           const written = await follow(await ask(to === "push" ? "/api/push" : "/api/out", body), statusOf(told));
-          told.textContent = [`written: ${written.path}`, written.command].filter(Boolean).join(" · ");
+          told.textContent = "written: ";
+          told.append(...[written.path, written.command].filter(Boolean).flatMap((text) => copied(text)));
         } catch (problem) { show(error, problem.message); told.textContent = ""; }
       });
       poll();

@@ -9,9 +9,9 @@ const charts = (() => {
   const least = (values) => values.reduce((a, b) => (b !== null && b < a ? b : a), Infinity);
   const greatest = (values) => values.reduce((a, b) => (b !== null && b > a ? b : a), -Infinity);
 
-  // Multiples of 1, 2 or 5 times a power of ten from `low` to `high`, at most `count` + 1.
-  function niceTicks(low, high, count) {
-    const width = (high - low) / count, power = 10 ** Math.floor(Math.log10(width)), ticks = [];
+  // Multiples of 1, 2 or 5 times a power of ten from `low` to `high`, at most `count` + 1; whole numbers only if `isWhole`.
+  function niceTicks(low, high, count, isWhole = false) {
+    const width = Math.max((high - low) / count, isWhole ? 1 : 0), power = 10 ** Math.floor(Math.log10(width)), ticks = [];
     const step = [1, 2, 5, 10].map((part) => part * power).find((one) => one >= width * 0.999);
     for (let index = Math.ceil(low / step - 1e-9); index <= Math.floor(high / step + 1e-9); index++) ticks.push(index * step);
     return ticks;
@@ -46,11 +46,11 @@ const charts = (() => {
   }
 
   // An axis from `low` to `high`: the share of its length at a value, and about `count` ticks as [share, label].
-  function scale(low, high, isLog = false) {
+  function scale(low, high, isLog = false, isWhole = false) {
     const [from, to] = isLog ? [Math.log(low), Math.log(high)] : [low, high];
     const share = (value) => ((isLog ? Math.log(value) : value) - from) / (to - from);
     function ticks(count) {
-      const powers = isLog ? logTicks(low, high, count) : [], values = powers.length ? powers : niceTicks(low, high, count);
+      const powers = isLog ? logTicks(low, high, count) : [], values = powers.length ? powers : niceTicks(low, high, count, isWhole);
       const step = values.length > 1 ? least(values.slice(1).map((one, index) => one - values[index])) : high - low || 1;
       // values of many sizes are labelled each by its own; a tick at an end may round to a value beyond it
       return values.map((one) => [Math.min(1, Math.max(0, share(one))), tickLabel(one, powers.length ? one : step)]);
@@ -61,13 +61,15 @@ const charts = (() => {
   // high - low; 0 if they differ by rounding only, since no two ticks would then differ.
   const span = (low, high) => (high - low > 1e-9 * Math.max(Math.abs(low), Math.abs(high)) ? high - low : 0);
 
-  const xScale = (low, high) => (span(low, high) ? scale(low, high) : scale(low - 0.5, low + 0.5));
+  // Steps, tokens, samples and experts are counted; only time has fractions.
+  const isCounted = (axis) => axis !== "time";
+  const xScale = (low, high, axis) => (span(low, high) ? scale(low, high, false, isCounted(axis)) : scale(low - 0.5, low + 0.5, false, isCounted(axis)));
 
   // With some room above `high`, and below `low` unless that is 0.
-  function yScale(low, high, isLog = false) {
+  function yScale(low, high, isLog = false, isWhole = false) {
     if (isLog) return scale(low / 1.1, high * 1.1, true);
     const room = span(low, high) || Math.abs(high) || 1;
-    return scale(low ? low - 0.05 * room : 0, high + 0.06 * room);
+    return scale(low ? low - 0.05 * room : 0, high + 0.06 * room, false, isWhole);
   }
 
   const xOf = (chart, one, axis) => (one.x ?? chart.x)[axis];
@@ -100,7 +102,7 @@ const charts = (() => {
       if (!drawn.length) return null;
       const xs = drawn.flatMap((one) => one.x), ys = drawn.flatMap((one) => one.y), low = least(ys);
       const axes = {
-        across: xScale(least(xs), greatest(xs)), up: yScale(chart.zero ? Math.min(0, low) : low, greatest(ys), isLog),
+        across: xScale(least(xs), greatest(xs), axis), up: yScale(chart.zero ? Math.min(0, low) : low, greatest(ys), isLog),
       };
       const below = [], above = [];
       for (const one of drawn) {
@@ -124,7 +126,7 @@ const charts = (() => {
       if (xs.length === 1) [xs, parts] = [[xs[0] - 0.5, xs[0] + 0.5], parts.map(([y]) => [y, y])];
       const tops = [xs.map(() => 0)];
       for (const part of parts) tops.push(part.map((y, index) => tops.at(-1)[index] + y));
-      const axes = { across: xScale(xs[0], xs.at(-1)), up: yScale(0, greatest(tops.at(-1))) };
+      const axes = { across: xScale(xs[0], xs.at(-1), axis), up: yScale(0, greatest(tops.at(-1))) };
       const points = (ys) => xs.map((x, index) => place(axes, x, ys[index]));
       const marks = parts.map((_, index) =>
         [`area ${colorOf(index)}`, `M${[...points(tops[index + 1]), ...points(tops[index]).reverse()].join(" ")}z`]);
@@ -134,7 +136,7 @@ const charts = (() => {
     // a histogram: n + 1 edges, n counts
     bars(chart, axis) {
       const edges = chart.x[axis], [{ name, y }] = chart.series;
-      const axes = { across: xScale(edges[0], edges.at(-1)), up: yScale(0, greatest(y)) };
+      const axes = { across: xScale(edges[0], edges.at(-1), axis), up: yScale(0, greatest(y), false, true) };
       const marks = y.map((count, index) => {
         const corners = [[edges[index], 0], [edges[index], count], [edges[index + 1], count], [edges[index + 1], 0]];
         return ["bar c0", count ? `M${corners.map(([a, b]) => place(axes, a, b)).join(" ")}z` : ""];
@@ -145,7 +147,7 @@ const charts = (() => {
     // a strip for each row, from light for 0 to dark for `full` and above
     strips(chart, axis) {
       const xs = chart.x[axis], rows = chart.series, height = HEIGHT / rows.length, cells = {};
-      const axes = { across: xScale(xs[0], xs.at(-1)), up: yScale(0, chart.full) };
+      const axes = { across: xScale(xs[0], xs.at(-1), axis), up: yScale(0, chart.full) };
       const inner = xs.slice(1).map((x, index) => axes.across.share((x + xs[index]) / 2) * WIDTH), columns = [0, ...inner, WIDTH];
       rows.forEach((row, at) => row.y.forEach((value, column) => {
         const shade = Math.min(NUM_SHADES, Math.max(0, Math.round(((value ?? 0) / chart.full) * NUM_SHADES)));
@@ -196,8 +198,8 @@ const charts = (() => {
       : axes.up.ticks(5).map(([at, text]) => [1 - at, text]);
     const grid = rows ? "" : left.map(([at]) => `M0 ${(at * HEIGHT).toFixed(1)}H${WIDTH}`).join("");
     const name = `${rows ? "" : tips.map((one) => one.name).join(", ")} by ${xName}`;
-    const canvas = element("div", { class: "canvas", tabindex: "0" }, picture(`0 0 ${WIDTH} ${HEIGHT}`, name, [["grid", grid], ...marks]));
-    canvas.flatoutTip = { x: xName, series: tips, rows: Boolean(rows) };
+    const canvas = element("div", { class: "canvas", tabindex: "0", role: "group", "aria-label": "Values by arrow keys" }, picture(`0 0 ${WIDTH} ${HEIGHT}`, name, [["grid", grid], ...marks]));
+    canvas.flatoutTip = { x: xName, isCounted: isCounted(axis), series: tips, rows: Boolean(rows) };
     const plot = element("div", { class: "plot" },
       element("div", { class: "y" }, ...labels(left, "top")), canvas,
       element("div", { class: "x" }, ...labels(axes.across.ticks(6), "left")), element("div", { class: "xname" }, xName));

@@ -49,8 +49,9 @@
     cross.className = "cross";
     cross.style.left = best.place / 10 + "%";
     tip.className = "tip";
+    tip.setAttribute("role", "status");
     const head = document.createElement("b");
-    head.textContent = data.x + " " + shown(best.x);
+    head.textContent = data.x + " " + shown(data.isCounted ? Math.round(best.x) : best.x);
     tip.append(head);
     for (const point of points) {
       if (point.y === null || Math.abs(point.place - best.place) > 25) continue;
@@ -171,6 +172,31 @@
     return canvas;
   }
 
+  // Copies a text and says so; where a browser forbids it, the text is selected for the person to copy.
+  async function copy(button) {
+    const before = button.textContent;
+    try {
+      await navigator.clipboard.writeText(button.dataset.copy);
+      button.textContent = "Copied";
+    } catch {
+      const code = button.parentElement.querySelector("code, b");
+      if (code) getSelection().selectAllChildren(code);
+      button.textContent = "Press Ctrl-C";
+    }
+    setTimeout(() => { button.textContent = before; }, 1500);
+  }
+
+  // What people cannot see from classes and scroll bars: which switch is on, and that a box scrolls by the arrow keys.
+  function tell() {
+    for (const button of document.querySelectorAll("[data-switch]")) {
+      button.setAttribute("aria-pressed", String(root.dataset[button.dataset.switch] === button.dataset.value));
+    }
+    for (const box of document.querySelectorAll("pre, .scroll")) {
+      const scrolls = box.scrollHeight > box.clientHeight || box.scrollWidth > box.clientWidth;
+      if (scrolls) box.tabIndex = 0; else box.removeAttribute("tabindex");
+    }
+  }
+
   document.addEventListener("click", (event) => {
     const button = event.target.closest?.("button");
     if (!button) return;
@@ -179,6 +205,8 @@
       remember("theme", root.dataset.theme);
     } else if (button.dataset.sort !== undefined) {
       sort(button.closest("th"));
+    } else if (button.dataset.copy) {
+      copy(button);
     } else if (button.dataset.csv) {
       save(button);
     } else if (button.dataset.png) {
@@ -187,6 +215,7 @@
       root.dataset[button.dataset.switch] = button.dataset.value;
       remember(button.dataset.switch, button.dataset.value);
       charts.draw(document);
+      tell();
     } else if (button.dataset.kind !== undefined) {
       for (const other of button.parentElement.children) other.setAttribute("aria-pressed", String(other === button));
       for (const row of button.closest("section").querySelectorAll("tr[data-kind]")) {
@@ -198,8 +227,12 @@
 
   // what is there, and what a page puts there later
   charts.draw(document);
+  tell();
+  addEventListener("resize", tell);
+  document.addEventListener("toggle", tell, true);
   new MutationObserver((changes) => {
     const added = changes.flatMap((change) => [...change.addedNodes]).filter((one) => one.querySelector && !one.closest("[data-chart], [data-lanes]"));
     for (const parent of new Set(added.map((one) => one.parentElement ?? one))) charts.draw(parent);
+    tell();
   }).observe(document.body, { childList: true, subtree: true });
 })();

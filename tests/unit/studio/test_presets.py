@@ -21,12 +21,12 @@ SHORT_FORMS = {"model", "data", "track", "objective"}
 
 
 class Controls(HTMLParser):
-    """Name and shown value of each control, as a browser shows it: of a select without a selected option, the first."""
+    """Name and value of each control, as a browser has it: of a select without a selected option, the first."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
         self.values: dict[str, str] = {}
-        self._select, self._options, self._is_selected, self._text = "", list[tuple[str, bool]](), False, ""
+        self._select, self._options = "", list[tuple[str, bool]]()
         self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -35,19 +35,14 @@ class Controls(HTMLParser):
         if tag == "select":
             self._select, self._options = name, []
         elif tag == "option":
-            self._text, self._is_selected = "", "selected" in given
+            self._options.append((given.get("value") or "", "selected" in given))
         elif tag == "input" and given.get("type") not in ("radio", "checkbox", "file") and name:
             self.values[name] = given.get("value") or given.get("placeholder") or ""
         elif tag == "input" and given.get("type") == "checkbox":
             assert "checked" not in given
 
-    def handle_data(self, data: str) -> None:
-        self._text += data
-
     def handle_endtag(self, tag: str) -> None:
-        if tag == "option":
-            self._options.append((self._text, self._is_selected))
-        elif tag == "select" and self._select and self._options:
+        if tag == "select" and self._select and self._options:
             assert sum(is_selected for _, is_selected in self._options) == 1, self._select
             self.values[self._select] = next(text for text, is_selected in self._options if is_selected)
 
@@ -56,6 +51,16 @@ class Controls(HTMLParser):
 def client(tmp_path):
     with open_studio(tmp_path) as client:
         yield client
+
+
+@pytest.mark.parametrize("page", ["/data", "/plan"])
+def test_each_setting_is_called_by_words_above_its_key(client, page):
+    text = client.get(page).text
+    labels = re.findall(r'<label for="f-(.*?)">(.*?) <code>(.*?)</code></label>', text)
+    assert len(labels) >= text.count("data-setting=") > 6
+    for name, words, key in labels:
+        assert key.replace("<wbr>", "") == name != words
+        assert words[0].isupper()
 
 
 @pytest.mark.parametrize("page", ["/data", "/plan"])

@@ -23,6 +23,7 @@ RUN = {"folder": "runs/a"}
 # a request that each route accepts: its query, or its JSON body
 QUERIES: dict[str, dict[str, str]] = {
     "/": {"token": TOKEN}, "/api/run": {**RUN, "version": "0"}, "/api/build": {}, "/api/settings": RUN, "/report": RUN,
+    "/api/figures": RUN,
     "/data": {"name": "chats"}, "/plan": {}, "/runs": {}, "/run": RUN, "/compare": {"run": "runs/b"}, "/chat": {},
 }  # fmt: skip
 BODIES: dict[str, dict[str, Any]] = {

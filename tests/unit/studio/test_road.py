@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from flatout.track.run_log import read_run
+from tests.axe import violations
 from tests.conftest import Tiny
 from tests.studio_client import CHOSEN, shows_default
 
@@ -100,11 +101,12 @@ class Page:
             field.send_keys(value)
 
     def shoot(self, name: str) -> None:
-        """Check the console and that a phone shows all of the page's width; take screenshots if they are asked for."""
+        """Check the console, and accessibility and overflow on a phone; take screenshots if they are asked for."""
         self.errors += [entry for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
         phone = {"width": 400, "height": 900, "deviceScaleFactor": 1, "mobile": True}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
         assert self.driver.execute_script(OUTSIDE) == [], f"{name}: wider than 400 px"
+        assert violations(self.driver) == [], name
         for width, theme in [(1280, "light"), (1280, "dark"), (400, "light"), (400, "dark")] if SHOTS else []:
             self.driver.execute_cdp_cmd(
                 "Emulation.setDeviceMetricsOverride",
@@ -214,6 +216,7 @@ def take_it_away(page: Page, folder: Path) -> None:
         page.fill("#to", to)
         page.find("#take-away [type=submit]").click()
         page.until(lambda to=to: f"written: runs/first/{to}" in page.text("#take-away-status"), to)
+        assert page.find("#take-away-status [data-copy]").get_attribute("data-copy") == f"runs/first/{to}"
         assert (folder / file).exists()
     (plain,), (small,) = (list((folder / name).glob("*.gguf")) for name in ("gguf", "gguf-q8_0"))
     assert small.stat().st_size < plain.stat().st_size
@@ -281,6 +284,13 @@ def compare_two_runs(page: Page, runs: Path) -> None:
     page.find("nav a[href='/runs']").click()
     for box in page.until(lambda: len(boxes := page.all("#runs [name=run]")) == 2 and boxes, "two runs"):
         box.click()
+    page.until(lambda: page.text(".taken").split() == ["180", "180"], "the steps of the runs")
+    assert len(page.all(".spark path")) == 2
+    page.fill("#filter", "Second lora")
+    assert page.until(lambda: page.text("#filter-status"), "the number") == "1 of 2 runs"
+    assert page.text("#runs tbody a").strip() == "runs/second"
+    page.find("#filter").clear()
+    page.fill("#filter", "")
     page.shoot("runs")
     page.find("#runs [type=submit]").click()
     page.until(lambda: page.all(".chart path.line"), "curves")

@@ -32,7 +32,9 @@ from flatout.studio.jobs import Worker
 from flatout.studio.trainings import Trainings
 from flatout.studio.worker import chat
 from flatout.studio.workspace import Workspace
+from flatout.track.figures import short_time
 from flatout.track.run_log import read_run, record_of
+from flatout.track.summary import summarize
 from tests.studio_client import ADDRESS, PORT, SETTINGS, TOKEN, marked, open_studio, refusal, testclient
 
 
@@ -452,7 +454,7 @@ def test_a_run_has_a_note_and_tags(client, workspace):
     with RunLock(folder):  # as while it trains
         assert client.post("/api/notes", json=body).json() == {"note": "<b>lr</b> too high", "tags": ["baseline", "v2"]}
     listed, shown = client.get("/runs").text, client.get("/run", params={"folder": "runs/noted"}).text
-    assert "baseline, v2" in listed
+    assert all(f'<span class="badge">{tag}</span>' in listed for tag in ("baseline", "v2"))
     assert "&lt;b&gt;lr&lt;/b&gt; too high" in shown
     assert "&lt;b&gt;lr&lt;/b&gt; too high" in client.get("/api/run", params={"folder": "runs/noted"}).json()["html"]
     assert client.post("/api/notes", json=body | {"tags": "", "note": ""}).json() == {"note": "", "tags": []}
@@ -471,6 +473,18 @@ def test_a_run_has_a_note_and_tags(client, workspace):
         (folder / "notes.json").unlink()
     assert client.post("/api/rename", json={"folder": "runs/noted", "name": "moved"}).json() == {"folder": "runs/moved"}
     shutil.rmtree(workspace / "runs" / "moved")
+
+
+def test_the_list_of_runs_has_the_figures_of_each(client, workspace):
+    folder = marked(write_synthetic_run(workspace / "runs" / "figured", num_steps=100))
+    summary = summarize(read_run(folder))
+    shown = client.get("/api/figures", params={"folder": "runs/figured"}).json()
+    assert (shown["name"], shown["last"]) == ("evaluation loss", f"{summary.evaluation.last:.4f}")
+    assert (shown["steps"], shown["time"]) == ("100", short_time(summary.train_s))
+    assert len(shown["curve"]) == 60
+    assert shown["curve"][0] > shown["curve"][-1]
+    assert "not the folder of a run" in refusal(client.get("/api/figures", params={"folder": "tiny-model"}), 400)
+    shutil.rmtree(folder)
 
 
 def test_a_run_is_renamed_and_resumes_under_its_new_name(client, workspace):

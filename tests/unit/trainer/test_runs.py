@@ -22,6 +22,7 @@ from flatout.optim.lr_schedule import lr_factor
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Reporter
 from flatout.track.run_log import read_run
+from flatout.trainer import loop
 from flatout.trainer.planned_run import open_and_plan
 from flatout.trainer.run import train
 
@@ -260,6 +261,22 @@ def test_a_step_that_fp16_skips_is_no_update(tiny, tmp_path, metrics_of, capsys,
     for step in range(2, 11):
         old, new = (load_file(tmp_path / f"run/checkpoints/step-{n}/model.safetensors") for n in (step - 1, step))
         assert all(torch.equal(old[key], new[key]) for key in old) == (step in skipped)
+
+
+def test_a_long_evaluation_on_a_cpu_comes_after_the_first_steps(tiny, tmp_path, monkeypatch):
+    """A person sees the loss fall first; a short one comes before them, as in all other tests."""
+    config = tiny.config(tmp_path / "run", batch={"max_steps": 14}, eval={"fraction": 0.1})
+    monkeypatch.setattr(loop, "LONG_EVAL_FLOPS", 0)
+    train(config)
+    log = read_run(tmp_path / "run")
+    assert [one.step for one in log.evals] == [loop.LATE_STEPS, 14]
+    assert f"first after step {loop.LATE_STEPS}, or at the end" in (tmp_path / "run" / "train.log").read_text()
+    again = tmp_path / "again"
+    shutil.copytree(tmp_path / "run", again)
+    as_after(again, loop.LATE_STEPS)
+    train(config.model_copy(update={"run_dir": again}))
+    assert [one.step for one in read_run(again).evals][-1] == 14
+    require_equal(state_of(tmp_path / "run", 14), state_of(again, 14))
 
 
 def test_early_stop_keeps_the_best(tiny, tmp_path):

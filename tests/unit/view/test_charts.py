@@ -169,6 +169,14 @@ def test_axes_mark_round_values_with_labels_of_their_own():
         assert max(map(len, labels)) <= 8
 
 
+@pytest.mark.parametrize("last", [1, 2, 4, 6, 20])
+def test_what_is_counted_has_whole_ticks_and_time_has_fractions(last):
+    counted, time = node(f"['step', 'time'].map((axis) => charts.xScale(1, {last}, axis).ticks(6))", None)
+    assert all(re.fullmatch(r"\d+", text) for _, text in counted)
+    assert len({text for _, text in counted}) == len(counted) >= 1
+    assert any("." in text for _, text in time) == (last <= 4)
+
+
 def test_values_that_differ_by_rounding_have_an_axis():
     lows = [0.001, 1.0, 879609302221.1]
     cases = [(low, math.nextafter(low, math.inf)) for low in lows]

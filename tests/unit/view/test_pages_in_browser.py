@@ -13,6 +13,7 @@ from synthetic_run import write_synthetic_run
 from flatout.cli.main import main
 from flatout.track.run_log import read_run
 from flatout.track.summary import ROUTINE_EVENTS
+from tests.axe import violations
 
 webdriver = pytest.importorskip("selenium.webdriver")
 
@@ -71,6 +72,7 @@ def test_a_page_fits_its_window_and_its_charts_have_marks(browser, pages, name, 
     open_page(browser, pages[name], width)
     assert [line for line in browser.get_log("browser") if line["level"] in ("SEVERE", "WARNING")] == []
     assert browser.execute_script("return document.documentElement.scrollWidth") == width
+    assert violations(browser) == []
     # a run's name is not cut into letters
     assert all(box[2] > 110 for box in browser.execute_script(BOXES, "#results tbody th"))
     plots = browser.execute_script(BOXES, ".plot")
