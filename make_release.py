@@ -21,6 +21,8 @@ WORK, DIST = ROOT / "build" / "release", ROOT / "dist"
 
 def problem_of(version: str) -> str | None:
     """Return one sentence that says why this commit is no release, and what to do; None if it is one."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        return f"a release is built of a commit, and {ROOT} is no git clone; clone the repository with git"
     changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, stdout=subprocess.PIPE, check=True)
     if changed.stdout:
         first = changed.stdout.decode().splitlines()[0].split(maxsplit=1)[1]

@@ -8,6 +8,7 @@ import secrets
 import shutil
 import socket
 import subprocess
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -257,7 +258,7 @@ def check_torch(wanted: str) -> Iterator[Finding]:
 
 
 def _check_packages() -> Iterator[Finding]:
-    """Check the versions of required packages, optional packages, and a C compiler for Triton's launchers."""
+    """Check the versions of required packages, optional packages, and what compiles Triton's launchers."""
     wrong = []
     # None if flatout runs from a source tree without being installed
     required = metadata.requires("flatout") if _version("flatout") else None
@@ -280,9 +281,9 @@ def _check_packages() -> Iterator[Finding]:
     triton = _version("triton") or _version("pytorch-triton")
     if triton is None:
         yield warn("triton", "not installed", "install triton, or set compile=off")
-    elif compiler is None:
-        do = "install gcc, which Triton needs, or set compile=off"
-        yield warn("triton", f"{triton}, but no C compiler", do)
+    elif compiler is None or not (header := Path(sysconfig.get_path("include"), "Python.h")).is_file():
+        do = "install gcc and python3-dev, with which Triton compiles, or set compile=off"
+        yield warn("triton", f"{triton}, but no {'C compiler' if compiler is None else header}", do)
     else:
         yield ok("triton", f"{triton}, compiler {compiler}")
 

@@ -2,6 +2,9 @@
 
 import json
 import os
+import shutil
+import sysconfig
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from flatout.config.read import dump_config
 from flatout.doctor.run import (
     GPU_FIELDS,
     PROCESS_FIELDS,
+    check_machine,
     check_space,
     check_torch,
     checkpoint_bytes,
@@ -64,6 +68,24 @@ def test_links_through_the_host_and_slow_ones_are_warned_of():
 def test_a_gpu_asked_for_and_not_there_fails():
     assert [finding.status for finding in check_torch("cuda")] == ["ok", "fail"]
     assert [finding.status for finding in check_torch("auto")] == ["ok", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("compiler", "header", "lacks"), [("gcc", True, None), (None, True, "no C compiler"), ("gcc", False, "Python.h")]
+)
+def test_what_triton_compiles_with_is_looked_for(monkeypatch, tmp_path, compiler, header, lacks):
+    """Debian's Python comes without its header, which the package python3-dev has."""
+    known = metadata.version
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(metadata, "version", lambda name: "3.7.1" if name == "triton" else known(name))
+    monkeypatch.setattr(shutil, "which", lambda name: compiler if name == "gcc" else None)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    if header:
+        (tmp_path / "Python.h").touch()
+    [found] = [finding for finding in check_machine("cpu") if finding.what == "triton"]
+    assert found.status == ("warn" if lacks else "ok")
+    assert (lacks or "compiler gcc") in found.got
+    assert not lacks or "python3-dev" in found.do
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
