@@ -96,7 +96,9 @@ def refuse_changes(changes: Sequence[Change], allow: Sequence[str]) -> None:
 
     An entry of `allow` is a key, such as optim.lr, or a section, such as optim.
     """
-    refused = [change for change in changes if change.effect == "numerics" and not _allowed(change.key, allow)]
+    sections = tuple(f"{entry}{mark}" for entry in allow for mark in ".:")
+    named = (change for change in changes if change.key not in allow and not change.key.startswith(sections))
+    refused = [change for change in named if change.effect == "numerics"]
     if refused:
         lines = "".join(f"\n  - {change}" for change in refused)
         keys = list(dict.fromkeys(change.key.partition(":")[0] for change in refused))
@@ -126,7 +128,3 @@ def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from _leaves(value, key + ".")
         else:
             yield key, value
-
-
-def _allowed(key: str, allow: Sequence[str]) -> bool:
-    return any(key == entry or key.startswith((entry + ".", entry + ":")) for entry in allow)

@@ -58,8 +58,9 @@ def run(args: argparse.Namespace) -> None:
         args.target, paths, device=args.device, merged=args.merged, writes=args.rows is None, limit=args.limit,
         out=args.out,
     )  # fmt: skip
-    if args.chat or prompts:
-        evaluation.require_chat_template("--chat" if args.chat else "--answers")
+    if (args.chat or prompts) and not evaluation.tokenizer.chat_template:
+        option = "--chat" if args.chat else "--answers"
+        raise UsageError(f"{option}: the tokenizer has no chat template; use the one saved in the run's final/ folder")
     if args.rows is not None:
         print("\n".join(evaluation.score_rows(args.rows)))
     if opened:

@@ -18,6 +18,7 @@ from flatout.data.build import refuse_early
 from flatout.errors import Fix, UsageError
 from flatout.parallel.rank import Rank
 from flatout.planner.devices import DEVICES, Device, find_device, near_device
+from flatout.planner.steps.rounds import BoundsPlan
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.planner.steps.training_plan import TrainingPlan
 from flatout.track.callback import MemoryCallback, Reporter
@@ -89,9 +90,7 @@ def run(args: argparse.Namespace) -> None:
         values = fit_devices(config, planned, rank)
         text = rows(values.items())
     elif args.step is not None:
-        step = _step(planned.plan, args.step)
-        facts, text = asdict(step), "\n".join(step_lines(step))
-        values = facts | {"ranks": facts.pop("by_rank")}  # the name that programs read
+        values, text = _of_step(planned.plan, _step(planned.plan, args.step))
     else:
         summary = summarize_plan(config, planned, args.tokens_per_s, why_not)
         values, text = _plain_values(summary), rows(summary.rows(recorder.events))
@@ -104,6 +103,21 @@ def _step(plan: TrainingPlan, index: int) -> StepPlan:
         known = f"0 to {last}, the last step of the run" if last else "0, as this run has one step only"
         raise UsageError(f"--step is {index}; expected {known}")
     return plan.step(index)
+
+
+def _of_step(plan: TrainingPlan, step: StepPlan) -> tuple[Mapping[str, Any], str]:
+    """Return a step as values and as text; of rounds, what is known of it before its answers are sampled."""
+    if not isinstance(plan, BoundsPlan):
+        facts = asdict(step)
+        return facts | {"ranks": facts.pop("by_rank")}, "\n".join(step_lines(step))  # the name that programs read
+    values = {"step": step.index, "round": step.index // plan.rounds.steps + 1}
+    values |= {"most_prompts": plan.rounds.units_per_step, "most_answers": len(step.sample_ids)}
+    values |= {"most_tokens_with_prompt": int(plan.samples.lengths.max()), "most_tokens": step.num_tokens}
+    said = (
+        "step {}, round {}: at most {:,} prompts with {:,} answers in all, which the round samples; "
+        "an answer with its prompt has at most {:,} tokens, the step {:,}"
+    )
+    return values, textwrap.fill(said.format(*values.values()), WIDTH)
 
 
 def _device(config: Config, name: str, measured: Path | None) -> Device | None:

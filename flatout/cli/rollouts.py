@@ -9,11 +9,10 @@ from flatout.cli.parser import COUNT
 from flatout.cli.screen import WIDTH, aligned
 from flatout.errors import UsageError
 from flatout.io.redact import printable
-from flatout.track.record import ROUND, RatedAnswer
-from flatout.track.run_log import RunLog, read_run
+from flatout.track.record import RatedAnswer
+from flatout.track.run_log import read_run
+from flatout.view.facts import round_rows
 from flatout.view.open_runs import find_run
-
-_HEAD = ("round", "step", "reward", "held out", "tokens", "cut", "no signal", "new tok/s")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +29,7 @@ def run(args: argparse.Namespace) -> None:
     if not log.rounds:
         raise UsageError(f"{args.run} has no rounds; rollout.rounds samples them")
     if args.round is None:
-        print("\n".join(aligned([_HEAD, *_rows(log)])))
+        print("\n".join(aligned(round_rows(log, "-"))))
         return
     from flatout.view.rollouts import read_round, why_gone  # imports the tokenizer
 
@@ -40,27 +39,13 @@ def run(args: argparse.Namespace) -> None:
         print(f"{why}; its record has {len(answers)} of {record.num_answers:,} answers")
     else:
         answers = read_round(args.run, args.round).answers
-    for title, some in (("best", answers[: args.best]), ("worst", answers[: -args.worst - 1 : -1])):
+    ends = {"best": answers[: args.best], "worst": answers[: -args.worst - 1 : -1]}
+    if answers and answers[0].reward is None:
+        ends = {"some answers": answers[: args.best + args.worst]}
+    for title, some in ends.items():
         if some:
             print("\n".join([f"{f' {title} of round {args.round} ':=^{WIDTH}}", *map(_answer, some)]))
 
 
-def _rows(log: RunLog) -> list[tuple[str, ...]]:
-    held_out = {record.step: record.reward for record in log.held_out}
-
-    def written(value: float | None, name: str) -> str:
-        return "-" if value is None else ROUND[name].write(value)
-
-    shown = ("reward", "mean_answer_tokens", "cut_share", "no_signal_share", "new_tokens_per_s")
-    rows = {one.step: (f"{one.round:,}", *(written(getattr(one, name), name) for name in shown)) for one in log.rounds}
-    return [
-        (number, f"{step:,}", reward, written(held_out.get(step), "reward"), *figures)
-        for step in sorted({*rows, *held_out})
-        # evaluations within a round and after the last one have a row of their own
-        for number, reward, *figures in [rows.get(step, ("-",) * 6)]
-    ]
-
-
 def _answer(one: RatedAnswer) -> str:
-    each = ", ".join(f"{name} {'-' if value is None else f'{value:.4g}'}" for name, value in one.rewards.items())
-    return f"--- reward {one.reward:.4g} ({each})\n{printable(one.prompt.strip())}\n>>> {printable(one.answer.strip())}"
+    return f"--- {one.scores}\n{printable(one.prompt.strip())}\n>>> {printable(one.answer.strip())}"

@@ -16,8 +16,8 @@ from flatout.cli.screen import aligned
 from flatout.errors import UsageError
 from flatout.io.redact import printable
 from flatout.track.figures import short_count, short_time
-from flatout.track.record import EVAL, HELD_OUT
 from flatout.track.run_log import write_notes
+from flatout.track.summary import judged_text
 from flatout.view.open_runs import RunRow, find_run, list_runs, run_folders
 
 # what rows are sorted by: the field of RunRow
@@ -86,15 +86,17 @@ def _cells(row: RunRow) -> tuple[str, ...]:
     def shown(value: Any, form: Callable[[Any], str]) -> str:
         return "-" if value is None else form(value)
 
-    figure = "loss" if row.reward_after is None else "reward"
-    write = (EVAL["eval_loss"] if figure == "loss" else HELD_OUT["reward"]).write
-    best = "-" if row.best is None else f"{write(row.best)} @{row.best_step:,}"
-    ends = (shown(getattr(row, f"{figure}_{name}"), write) for name in ("before", "after"))
+    kind, figure = ("eval", "loss") if row.reward_after is None else ("held_out", "reward")
+    values = (getattr(row, f"{figure}_before"), getattr(row, f"{figure}_after"), row.best)
+    judged = zip(values, row.stderrs, strict=True)
+    ends = ["-" if value is None else judged_text(kind, value, error) for value, error in judged]
+    ends[-1] += "" if row.best is None else f" @{row.best_step:,}"
     steps = f"{row.steps:,}" if row.steps == row.planned_steps else f"{row.steps:,}/{row.planned_steps:,}"
     size = f"{short_count(row.size_bytes)}B"
     model, data = shown(row.model, lambda name: Path(name).name), shown(row.data, str)
     tags, note = ",".join(row.tags) or "-", " ".join(row.note.split()) or "-"
-    return row.name, row.state, tags, steps, figure, *ends, best, short_time(row.time_s), size, note, model, data
+    rest = short_time(row.time_s), size, note, model, data
+    return row.name, row.state, tags, steps, figure, *ends, *rest
 
 
 def _table(rows: list[tuple[str, ...]], width: int | None) -> list[str]:

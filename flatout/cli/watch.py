@@ -69,15 +69,12 @@ def _polls(follower: RunFollower) -> Iterator[bool]:
         if not folder.is_dir():
             raise DataError(f"{folder} was deleted while it was watched")
         yield follower.poll()
-        if has_ended(follower.log) or getattr(sys.stdout, "is_unread", False):
+        # a run of another host has ended if it is silent for long
+        log, quiet_s = follower.log, max(QUIET_S, *(QUIET_STEPS * step.step_s for step in follower.log.steps[-1:]))
+        has_ended = log.state != "running" and (log.state != "not ended" or _news_age_s(log) > quiet_s)
+        if has_ended or getattr(sys.stdout, "is_unread", False):
             return
         time.sleep(POLL_S)
-
-
-def has_ended(log: RunLog) -> bool:
-    """Whether nothing more is to come: no process trains the run, or a run of another host is silent for long."""
-    quiet_s = max(QUIET_S, QUIET_STEPS * log.steps[-1].step_s if log.steps else 0.0)
-    return log.state != "running" and (log.state != "not ended" or _news_age_s(log) > quiet_s)
 
 
 def _news_age_s(log: RunLog) -> float:
@@ -131,20 +128,20 @@ def _head(log: RunLog) -> Iterator[tuple[str, RenderableType]]:
 def _figures(log: RunLog, width: int) -> Iterator[tuple[str, RenderableType]]:
     room = max(10, width - 45)
 
-    def drawn(values: Iterable[float | None], row: Figure) -> str:
+    def drawn(values: Iterable[float | None], row: Figure, text: str = "") -> str:
         known = [value for value in values if value is not None]
-        return f"{row.write(known[-1]):<8} {sparkline(known, room)}" if known else ""
+        return f"{text or row.write(known[-1]):<8} {sparkline(known, room)}" if known else ""
 
-    if log.rounds:
+    if log.rounds:  # a policy's loss is near 0, whatever it learns
         yield "reward", drawn(judged_values(log, "round").values(), JUDGED_ROWS["round"])
-    if log.steps:
+    elif log.steps:
         yield "loss", drawn((step.loss for step in log.steps), STEP["loss"])
-        for name in next((step.metrics for step in reversed(log.steps) if step.metrics), ()):
-            yield "", f"{drawn((step.metrics.get(name) for step in log.steps), named(name))}  {name}"
+    for name in next((step.metrics for step in reversed(log.steps) if step.metrics), ()):
+        yield "", f"{drawn((step.metrics.get(name) for step in log.steps), named(name))}  {name}"
     # by eval.best, which need not be the loss
     if (one := summarize(log).evaluation) and (evals := log.evals or log.held_out):
-        line = drawn(judged_values(log, one.kind).values(), JUDGED_ROWS[one.kind])
-        yield one.kind, f"{line}  best {one.texts[-1]}, step {one.best_step:,}"
+        line = drawn(judged_values(log, one.kind).values(), row := JUDGED_ROWS[one.kind], one.texts[1])
+        yield one.kind, f"{line}  best {row.write(one.best)}, step {one.best_step:,}"
         for name, value in evals[-1].metrics.items():
             yield "", f"{named(name).write(value):<8} {name}"
     if log.steps:

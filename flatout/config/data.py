@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from flatout.config.section import PathText, Section
+from flatout.config.section import PathText, Section, short_form
 from flatout.errors import Fix, SettingError
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
@@ -118,7 +118,7 @@ class DataConfig(Section):
     """Name of the data set in the registry `<root>/data_config.json` and of its folder in `<root>/built_dataset/`."""
     root: Path = Path("data")
     """Folder that holds the registry and the built data sets."""
-    sources: list[SourceConfig] = []
+    sources: list[Annotated[SourceConfig, short_form({"type": "string"})]] = []
     """Sources to build from; if empty, build `name` first with `flatout data build`."""
     tokenizer: PathText | None = None
     """Hub id or folder of the tokenizer; null: the model's."""

@@ -8,7 +8,7 @@ import secrets
 import shlex
 from collections.abc import Iterator, Sequence
 from glob import iglob
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -192,9 +192,10 @@ def round_folder(run_folder: Path, number: int) -> Path:
 
 
 def free_folder(folder: Path, ending: str = "-", first: int = 2) -> Path:
-    """Return the first of NAME-2, NAME-3 ... beside a folder that does not exist, with this ending and first number."""
+    """Return the first of NAME, NAME-2, NAME-3 ... that does not exist, with this ending and first number."""
     folder = folder if folder.name not in ("", "..") else folder.resolve()
-    return next(one for n in count(first) if not (one := folder.with_name(f"{folder.name}{ending}{n}")).exists())
+    others = (folder.with_name(f"{folder.name}{ending}{number}") for number in count(first))
+    return next(one for one in chain([folder], others) if not one.exists())
 
 
 def folder_problem(run_dir: Path, data_root: Path, model: str, sources: Sequence[str | Path]) -> SettingError | None:
@@ -202,8 +203,7 @@ def folder_problem(run_dir: Path, data_root: Path, model: str, sources: Sequence
     # abspath, because resolve() would access the disk
     paths: list[str | Path] = [".", run_dir, data_root, model, *sources]
     here, folder, *taken = (Path(os.path.abspath(path)) for path in paths)  # noqa: PTH100
-    other = Path("runs/run")
-    other = free_folder(other) if other.exists() else other
+    other = free_folder(Path("runs/run"))
     if folder in (here, *here.parents) and not is_run_folder(folder):
         return SettingError(f"run_dir: {run_dir} is the current folder, or holds it", Fix({"run_dir": str(other)}))
     if taken[0] == taken[1]:

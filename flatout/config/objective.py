@@ -81,14 +81,10 @@ def class_of_kind(kind: str) -> Any:
     return getattr(import_module(f"flatout.objectives.{module}"), name)
 
 
-def reads_scores(kind: str) -> bool:
-    """Whether an objective of this kind trains the scores of texts, instead of tokens."""
-    return kind in OBJECTIVES and class_of_kind(kind).reads == "scores"
-
-
 def with_trained_score(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a run's settings in which LoRA also trains the new `score` of an objective that reads scores, in full."""
-    if values.get("method", "lora") != "lora" or not reads_scores(kind_of(values.get("objective"))):
+    kind = kind_of(values.get("objective"))
+    if values.get("method", "lora") != "lora" or kind not in OBJECTIVES or class_of_kind(kind).reads != "scores":
         return values
     lora = values.get("lora", {})
     given = lora.model_dump(exclude_unset=True) if isinstance(lora, Section) else lora

@@ -139,11 +139,6 @@ class FaultsConfig(Section):
     spike_sigmas: float = Field(default=6.0, gt=0.0)
     """How many standard deviations over the mean of the last 128 losses a spike is."""
 
-    @property
-    def spike_decides(self) -> bool:
-        """Whether a step's loss decides on its update."""
-        return self.spike in ("skip", "stop")
-
     @model_validator(mode="after")
     def _check_spike(self) -> Self:
         if self.spike == "off":

@@ -111,5 +111,6 @@ RewardList: TypeAlias = Annotated[
     list[Annotated[RewardConfig, short_form({"type": "string"})]],
     BeforeValidator(lambda value: [value] if isinstance(value, str) or callable(value) else value),
     AfterValidator(_with_own_names),
+    short_form({"type": "string"}),
 ]
 """The functions whose weighted sum is the reward of an answer; a text alone is a list of one."""

@@ -49,10 +49,11 @@ class Section(BaseModel):
 
 
 def short_form(*kinds: Any) -> Any:
-    """Return the field of a section that may also be given as one of `kinds`, which are JSON schemas."""
+    """Return the field of a section or list that may also be given as one of `kinds`, which are JSON schemas."""
 
     def extend(schema: dict[str, Any]) -> None:
-        schema["anyOf"] = [{"$ref": schema.pop("$ref")}, *kinds]
+        own = {key: schema.pop(key) for key in ("$ref", "type", "items") if key in schema}
+        schema["anyOf"] = [own, *kinds]
 
     return Field(json_schema_extra=extend)
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from flatout.config.data import Name
-from flatout.config.section import Section, refuse_unused
+from flatout.config.section import Section, refuse_unused, short_form
 from flatout.errors import Fix
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "comet", "trackio"]
@@ -17,7 +17,7 @@ TrackerName = Literal["tensorboard", "wandb", "mlflow", "comet", "trackio"]
 class TrackConfig(Section):
     """Where figures are sent besides the run folder; `track: [mlflow, wandb]` is short for `track: {to: [...]}`."""
 
-    to: list[TrackerName] = []
+    to: Annotated[list[TrackerName], short_form({"type": "string"})] = []
     """Services that get settings, metrics and answers; each needs its package; an error says how to install it."""
     project: Annotated[str, Field(min_length=1)] | None = None
     """Project or experiment there; null: what the service's own environment variable says, else flatout."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from flatout.config.schema import Config
 from flatout.demo.conversations import sample_tasks
 from flatout.demo.settings import tiny_config
-from flatout.demo.write import write_demo, write_rows
+from flatout.demo.write import write_rows
 
 PROMPTS_FILE = "prompts.jsonl"
 NUM_PROMPTS = 2000
@@ -15,14 +15,8 @@ NUM_PROMPTS = 2000
 LEAST_RISE = 0.15
 
 
-def write_rounds(folder: Path, seed: int) -> None:
-    """Write the demo's inputs, and its tasks. Raises UsageError as `write_once` does."""
-    write_demo(folder, seed)
-    write_tasks(folder, seed)
-
-
 def write_tasks(folder: Path, seed: int) -> None:
-    """Write tasks with their answers, of which no question is in the demo's training data."""
+    """Write tasks with their answers, of which no question is in the demo's training data. Raises as `write_once`."""
     tasks = sample_tasks(NUM_PROMPTS, seed)
     write_rows(folder / PROMPTS_FILE, ({"prompt": question, "answer": answer} for question, answer in tasks.items()))
 

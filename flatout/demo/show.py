@@ -66,7 +66,8 @@ def show_rounds(out: Path, seed: int, console: Console) -> tuple[bool, Path]:
     started = time.perf_counter()
     with ConsoleCallback(step_line_s=STEP_LINE_S) as shown:
         shown.on_phase("writing conversations and tasks")
-        rounds.write_rounds(out, seed)
+        write.write_demo(out, seed)
+        rounds.write_tasks(out, seed)
         model = _train(rounds.first_config(out, seed), out, shown).final_dir
     with ConsoleCallback(step_line_s=STEP_LINE_S) as shown:
         result = _train(rounds.rounds_config(out, seed, model), out, shown)

@@ -134,13 +134,6 @@ class Evaluation:
         lines += [f"macro F1: {judged['macro_f1']:.4f}"] if len(labels) > 1 else []
         return [*lines, self._write(file.stem, judged)]
 
-    def require_chat_template(self, option: str) -> None:
-        """Raise UsageError if the tokenizer has none, which `option` needs."""
-        if not self.tokenizer.chat_template:
-            raise UsageError(
-                f"{option}: the tokenizer has no chat template; use the one saved in the run's final/ folder"
-            )
-
     def _write(self, name: str, content: dict[str, Any]) -> str:
         """Write results to `out`, or into the target's folder, and say where; those of a hub id are only shown."""
         folder = Path(self.target)

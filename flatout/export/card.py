@@ -35,6 +35,7 @@ def model_card(log: RunLog, repo: str, base: str, trained: ModelPaths, *, stops:
     `stops` are the tokens that end an answer of an adapter; None for a whole model, whose files name them.
     """
     settings, is_lora, is_adapter = settings_of(log), trained.adapter is not None, stops is not None
+    summary = summarize(log)
     sources = [str(source["path"]) for source in settings.get("data.sources") or []]
     facts = {
         "library_name": "peft" if is_adapter else "transformers",
@@ -48,7 +49,7 @@ def model_card(log: RunLog, repo: str, base: str, trained: ModelPaths, *, stops:
     changed = {name: value for name, (value, _) in changed_settings(settings).items() if name not in _OWN_NAMES}
     scores = list(_scores(log.folder / "eval"))
     sections = {
-        "Results": table(["", "", ""], headline(summarize(log))),
+        "Results": table(["", "", ""], headline(summary)),
         "Evaluation": table(["task", "metric", "value"], scores) if scores else "",
     }
     if (start := log.start) is not None:
@@ -57,7 +58,7 @@ def model_card(log: RunLog, repo: str, base: str, trained: ModelPaths, *, stops:
         counts = f"{start.plan.num_samples:,} samples for training, {start.plan.num_eval_samples:,} for evaluation"
         sections |= {
             "Data": f"{', '.join(map(_public, sources)) or start.data}: {counts}",
-            "Plan": table(["", "planned", "actual"], plan_rows(log)),
+            "Plan": table(["", "planned", "actual"], plan_rows(log, summary)),
             "Versions": f"{versions}; {start.num_ranks} × {device}",
         }
     rows = [(name, show(_public(value))) for name, value in changed.items()]

@@ -22,6 +22,7 @@ from flatout.errors import CheckpointError, FlatoutError
 MAX_JSON_BYTES = 64 * 2**20
 _PART_BYTES = 1 << 18
 T = TypeVar("T")
+_adapter_of = cache(TypeAdapter)
 
 # strings first, so that a NaN inside a string does not match
 _NOT_NUMBER = re.compile(r'"(?:[^"\\]|\\.)*"|(-?(?:NaN|Infinity))', re.DOTALL)
@@ -145,11 +146,6 @@ def read_json(path: Path, error: type[FlatoutError] = CheckpointError, *, max_by
         raise error(f"{path}: not readable as JSON: it contains half of a surrogate pair") from cause
     except ValueError as cause:
         raise error(f"{path}: not readable as JSON: {cause}") from cause
-
-
-@cache
-def _adapter_of(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 def read_as(kind: type[T], path: Path, error: type[FlatoutError] = CheckpointError, **limits: int) -> T:

@@ -18,6 +18,9 @@ from typing import Any, Self
 SIGNAL_EXIT_CODE = 128
 # SIGUSR1 is what people ask Slurm for: `--signal=USR1@300`, `scancel -s USR1`
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+# a thread that ends while Python exits may be the last that holds a tensor: C++ then aborts the process. So a block
+# waits for the end of its thread, but not for one that hangs.
+JOIN_S = 5.0
 
 
 class StopSignals:
@@ -90,13 +93,15 @@ def announcing_stop(announce: Callable[[], None], numbers: Collection[int]) -> I
                 announce()
         os.close(reader)
 
-    Thread(target=follow, name="stop-signals", daemon=True).start()
+    thread = Thread(target=follow, name="stop-signals", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        # the thread reads the end of the pipe, and ends
+        # the thread reads the end of the pipe, and ends, unless a forked process has the pipe, too
         os.close(writer)
+        thread.join(JOIN_S)
 
 
 def end_threads_at_exit() -> Callable[[int], None]:

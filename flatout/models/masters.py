@@ -39,8 +39,10 @@ class Dither:
                 chosen |= {trained[name]: dtype for name, dtype in module.dtypes.items() if name in trained}
             elif isinstance(module, TrainedRows):
                 chosen[module.rows] = module.base.weight.dtype
-            elif compute is not None and (isinstance(module, nn.Linear) or _is_experts(module)):
-                chosen |= dict.fromkeys(module.parameters(recurse=False), compute)
+            elif compute is not None and not isinstance(module, nn.modules.conv._ConvNd):
+                own = list(module.parameters(recurse=False))
+                is_product = isinstance(module, nn.Linear) or any(parameter.dim() == 3 for parameter in own)  # experts
+                chosen |= dict.fromkeys(own if is_product else (), compute)
         self.dtypes = {
             name: chosen[parameter]
             for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -60,11 +62,6 @@ class Dither:
             if name in self.dtypes and parameter not in seen:
                 seen.add(parameter)
                 self.apply(name, parameter.detach())
-
-
-def _is_experts(module: nn.Module) -> bool:
-    parameters = list(module.parameters(recurse=False))
-    return not isinstance(module, nn.modules.conv._ConvNd) and any(parameter.dim() == 3 for parameter in parameters)
 
 
 def narrow_hidden_states(model: PreTrainedModel, full: FullConfig, dtype: torch.dtype) -> str | None:

@@ -99,11 +99,6 @@ class BatchColumns:
     per_sample: Mapping[str, torch.Tensor] = field(default_factory=dict)
     per_unit: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
-    def of_labels(self, change: Callable[[torch.Tensor], torch.Tensor]) -> BatchColumns:
-        """Return the same with what belongs to label tokens changed, such as to those of one rank."""
-        labels = {name: change(values) for name, values in self.per_label.items()}
-        return replace(self, label_samples=change(self.label_samples), per_label=labels)
-
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:

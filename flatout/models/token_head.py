@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TypeGuard
-
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -145,12 +143,8 @@ def head_product(head: nn.Module) -> tuple[torch.Tensor, tuple[torch.Tensor, tor
     None for a head that is more than a matrix product.
     """
     plain = head.trained if isinstance(head, SavedModule) else head.base if isinstance(head, TrainedRows) else head
-    if not is_unhooked_linear(plain) or head._forward_hooks or head._forward_pre_hooks:
+    hooks = [hooked for each in (head, plain) for hooked in (each._forward_hooks, each._forward_pre_hooks)]
+    # the exact type, as a subclass or a hook may compute something else
+    if type(plain) is not nn.Linear or plain.bias is not None or any(hooks):
         return None
     return plain.weight, (head.token_ids, head.rows) if isinstance(head, TrainedRows) else None
-
-
-def is_unhooked_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a head is a matrix product and nothing else, so that a fused kernel can compute it."""
-    # the exact type, as a subclass or a hook may compute something else
-    return type(head) is nn.Linear and head.bias is None and not head._forward_hooks and not head._forward_pre_hooks

@@ -93,10 +93,8 @@ def _wrong_metric(
         return "", divided, "neither per nor difference, as reduce is 'max'"
     if metric.per is not None and metric.per not in counts:
         return ".per", metric.per, one_of
-    if not (metric.difference is None or _are_two_of(sums, metric.difference)):
+    pair: Any = metric.difference
+    is_two = isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(name, str) and name in sums for name in pair)
+    if not (pair is None or is_two):
         return ".difference", metric.difference, f"two of the metrics {', '.join(sorted(sums))}"
     return None
-
-
-def _are_two_of(names: Collection[str], pair: Any) -> bool:
-    return isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(name, str) and name in names for name in pair)

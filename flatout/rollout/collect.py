@@ -74,22 +74,28 @@ class Journal:
 
     All ranks' journals of a round lie in one folder, which another number of ranks can read. Each line begins with a
     hash of the rest: one that is damaged, or that a crash cut off, is left out, and so are journals of another
-    `identity`.
+    `identity`. Add groups once it is open.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, Any], rank: int) -> None:
-        """Open this rank's journal behind what a start before this one has left. Raises ResourceError."""
-        self.folder, self._first = folder, json.dumps(identity, sort_keys=True).encode()
-        path, durable_io = folder / f"rank-{rank}.journal", DurableIO()
-        durable_io.make_dir(folder)
-        first = next(self._lines(path), None)
-        self.dropped = ""
-        """What differs from the identity of this rank's journal of an earlier start; empty if nothing does."""
-        if is_new := first != self._first:
-            if first is not None:
-                self.dropped = what_differs(json.loads(first) if first[:1] == b"{" else None, identity)
-            durable_io.remove_tree(path)
-        self._file = AppendFile(path)
+        self.folder, self._identity, self._path = folder, identity, folder / f"rank-{rank}.journal"
+        self._first = json.dumps(identity, sort_keys=True).encode()
+
+    def drop_others(self) -> str:
+        """Remove journals of another identity, of any rank; return what differs. One rank may, before any opens."""
+        differs = dict[str, None]()
+        for path in self.folder.glob("rank-*.journal"):
+            if (first := next(self._lines(path), self._first)) != self._first:
+                differs[what_differs(json.loads(first) if first[:1] == b"{" else None, self._identity)] = None
+                DurableIO().remove_tree(path)
+        return "; ".join(differs)
+
+    def open(self) -> None:
+        """Go on behind what a start before this one has left. Raises ResourceError."""
+        DurableIO().make_dir(self.folder)
+        if is_new := next(self._lines(self._path), None) != self._first:
+            DurableIO().remove_tree(self._path)
+        self._file = AppendFile(self._path)
         if is_new:
             self._write(self._first)
 

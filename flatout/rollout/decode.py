@@ -86,7 +86,10 @@ class DecodeState:
     def begin(self, answers: Sequence[PendingCompletion], first: int, logits: Tensor) -> None:
         """Draw the first token of answers at places from `first` on; logits (answers, V)."""
         device, places = logits.device, slice(first, first + len(answers))
-        keys = [draw_key(self.params.seed, answer.prompt_number, answer.completion) for answer in answers]
+        # 62 bits for all draws of a completion
+        drawn_by = (f"{self.params.seed} {answer.prompt_number} {answer.completion}" for answer in answers)
+        hashes = (hashlib.blake2b(one.encode(), digest_size=8).digest() for one in drawn_by)
+        keys = [int.from_bytes(one, "big") >> 2 for one in hashes]
         self._keys[places] = torch.tensor(keys, device=device)
         self._counts[places] = 0
         self.positions[places] = torch.tensor([len(answer.prompt_ids) for answer in answers], device=device)
@@ -317,12 +320,6 @@ class Decoding:
         self._backend.move(pairs, count)
 
 
-def draw_key(seed: int, prompt_number: int, completion: int) -> int:
-    """Return a key of 62 bits for all draws of one completion."""
-    digest = hashlib.blake2b(f"{seed} {prompt_number} {completion}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 2
-
-
 def uniform(keys: Tensor, counts: Tensor) -> Tensor:
     """Return fp64 numbers in [0, 1) with 53 random bits, the same on every device; int64 arguments of one shape."""
     first = _mixed((keys & _LOW) ^ _mixed((keys >> 32) ^ _mixed(counts & _LOW)))
@@ -358,7 +355,7 @@ def choose(
         chosen, log_total = scores.argmax(-1), scaled.logsumexp(-1)
     else:
         scores = _cut(scaled if scores is logits else at_temperature(scores, params.temperature), params)
-        sums = _block_logsumexp(scores)
+        sums = _in_blocks(scores).logsumexp(-1)
         chosen = _first_beyond(scores, sums, uniform(keys, counts)[:, None])
         log_total = (sums if scores is scaled else scaled).logsumexp(-1)
     return chosen, scaled.gather(-1, chosen[:, None])[:, 0] - log_total
@@ -377,10 +374,6 @@ def _in_blocks(scores: Tensor) -> Tensor:
         scores = F.pad(scores, (0, -scores.shape[-1] % size), value=float("-inf"))
     blocks: Tensor = scores.unflatten(-1, (-1, size))
     return blocks
-
-
-def _block_logsumexp(scores: Tensor) -> Tensor:
-    return _in_blocks(scores).logsumexp(-1)
 
 
 def _first_beyond(scores: Tensor, block_sums: Tensor, numbers: Tensor) -> Tensor:

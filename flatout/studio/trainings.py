@@ -118,8 +118,7 @@ class Trainings:
                 return answer
             if new := sorted({*others} ^ {*seen}):
                 raise ResourceError(f"what no run wrote in {shown} is not what was shown: {new[0]}; delete it again")
-            trash = self._workspace.inside(f"{TRASH}/{shown}")
-            trash = runs.free_folder(trash) if trash.exists() else trash
+            trash = runs.free_folder(self._workspace.inside(f"{TRASH}/{shown}"))
             with RunLock(folder, "delete"):
                 DurableIO().make_dir(trash.parent)
                 self._drawings.pop(folder, None)

@@ -222,7 +222,7 @@ def out(folder: str, to: str, emit: Emit) -> dict[str, str]:
     """Merge a run's adapter, or write the run for another program; return where, and the command to use it."""
     workspace = _workspace()
     run_dir = workspace.inside(folder)
-    target = free_folder(run_dir / to) if (run_dir / to).exists() else run_dir / to
+    target = free_folder(run_dir / to)
     emit(log=f"writing {workspace.relative(target)}")
     if to == "merged":
         from flatout.api.models import merge_adapter

@@ -154,8 +154,7 @@ class Workspace:
 
     def free_run_name(self) -> str:
         """Return the first of run, run-2, run-3 ... of which there is no folder."""
-        first = self.root / "runs" / "run"
-        return (free_folder(first) if first.exists() else first).name
+        return free_folder(self.root / "runs" / "run").name
 
     def config(self, settings: Mapping[str, str], overrides: Sequence[str] = ()) -> Config:
         """Return the configuration of a form: `settings` by dotted name as text, then `section.name=value` overrides.

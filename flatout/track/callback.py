@@ -17,6 +17,7 @@ from typing import Any
 from flatout.errors import OF_OWN_CODE
 from flatout.io import bounded_wait
 from flatout.io.redact import redacted
+from flatout.io.stop_signals import JOIN_S
 from flatout.track.record import AnswersRecord, EvalRecord, Record, RewardsRecord, RunEnd, RunStart, StepRecord
 from flatout.track.start_up import EVENT as START_UP
 from flatout.track.start_up import StartUpClock
@@ -89,11 +90,13 @@ class Reporter:
     def telling_slow_callbacks(self) -> Iterator[None]:
         """Within the block, a thread says on stderr which callback holds the run, after ten seconds and ever later."""
         is_over = Event()
-        Thread(target=self._tell_slow, args=(is_over,), name="slow-callbacks", daemon=True).start()
+        thread = Thread(target=self._tell_slow, args=(is_over,), name="slow-callbacks", daemon=True)
+        thread.start()
         try:
             yield
         finally:
             is_over.set()
+            thread.join(JOIN_S)  # as it holds the callbacks
 
     def _tell_slow(self, is_over: Event) -> None:
         slow, limit_s = self._calling, bounded_wait.NOTICE_AFTER_S

@@ -216,7 +216,9 @@ class ConsoleCallback(Callback):
         """Return the parts of a step's line, the most important ones first; train.log and metrics.jsonl have all."""
         reward = self.round.reward if self.round else None
         shown = [] if reward is None else [ROUND["reward"].text(reward)]
-        return [f"{record.step}/{record.num_steps}", *shown, *console_figures(record, STEP)]
+        # a policy's loss is near 0, whatever it learns
+        figures = console_figures(record, STEP, without="loss" if self.round else "")
+        return [f"{record.step}/{record.num_steps}", *shown, *figures]
 
     def _phase_text(self) -> str:
         of_total = f" of {self._total:,}" if self._total else ""

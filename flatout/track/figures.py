@@ -89,11 +89,14 @@ class Figure:
 
 
 Table = Mapping[str, Figure]
+# what a console shows of policy losses, beside the reward
+_POLICY: Mapping[str, Any] = {"entropy": {"console": 1}, "mismatch/k3": {"console": 3, "write": "{:.0e}".format}}
 
 
 def named(name: str) -> Figure:
     """Return the row of a figure that an objective names."""
-    return Figure("a figure of the objective", line=f"{name} {{}}", chart=name, label=name)
+    row = Figure("a figure of the objective", line=f"{name} {{}}", chart=name, label=name)
+    return replace(row, **_POLICY.get(name, {}))
 
 
 def figures_of(record_type: type[Any]) -> Table:
@@ -117,11 +120,12 @@ def values_of(record: Any, table: Table) -> Iterator[tuple[str, Figure, float]]:
 
 def log_line(record: Any, table: Table) -> str:
     """Return the figures of a record for a line of train.log."""
-    return "  ".join(row.text(value) for _, row, value in values_of(record, table) if row.line)
+    line = "  ".join(row.text(value) for _, row, value in values_of(record, table) if row.line)
+    return line.replace("  ±", " ±")
 
 
-def console_figures(record: Any, table: Table) -> list[str]:
-    """Return the figures of a record for a line of the console, the most important first, the objective's last."""
+def console_figures(record: Any, table: Table, *, without: str = "") -> list[str]:
+    """Return the figures of a record but one for a line of the console, the most important first."""
     shown = [(row.console, row.text(value)) for name, row, value in values_of(record, table)
-             if row.console or name not in table]  # fmt: skip
+             if name != without and (row.console or name not in table)]  # fmt: skip
     return [text for _, text in sorted(shown, key=lambda one: one[0] or math.inf)]

@@ -16,15 +16,10 @@ from flatout.track.record import EVAL, STEP, EvalRecord, RunEnd, StepRecord
 _HEAD = ("step", "loss", "evaluation", "tokens/s", "left")
 
 
-def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
-    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    return getattr(shell, "kernel", None) is not None
-
-
 def open_console(**options: Any) -> ConsoleCallback:
-    """Return the console of this process; `options` are those of ConsoleCallback."""
-    return NotebookConsole() if in_notebook() else ConsoleCallback(**options)
+    """Return the console of this process, which may be the kernel of a notebook; `options` as of ConsoleCallback."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return ConsoleCallback(**options) if getattr(shell, "kernel", None) is None else NotebookConsole()
 
 
 class NotebookConsole(ConsoleCallback):
@@ -110,7 +105,7 @@ class NotebookConsole(ConsoleCallback):
 
     def _table(self) -> str:
         steps = sorted({*self._steps, *self._evals})
-        if not steps:
+        if not steps or self.round is not None:  # rounds have lines, and a policy's loss is near 0
             return ""
         cells = "".join(f"<th>{name}</th>" for name in _HEAD)
         lines = []

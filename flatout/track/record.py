@@ -55,7 +55,7 @@ class StepRecord:
     num_label_tokens: Annotated[int, _counted("tokens of the step that carry loss", "tokens")]
     num_micro_batches: Annotated[int, _counted("micro-batches of the step", "micro-batches")]
     tokens_per_s: Annotated[float, _rate(
-        "tokens without padding, of steps that computed something", better="more", line="{} tok/s", console=3,
+        "tokens without padding, of steps that computed something", better="more", line="{} tok/s", console=4,
         label="tokens", from_zero=True,
     )]  # fmt: skip
     label_tokens_per_s: Annotated[float, _rate("tokens that carry loss", line="{} label tok/s", label="label tokens")]
@@ -68,7 +68,7 @@ class StepRecord:
     )]  # fmt: skip
     mfu: Annotated[float | None, Figure(
         "flops_per_s as a share of the devices' nominal peak (Chowdhery et al. 2022, arXiv:2204.02311, appendix B); "
-        "null if no peak is known", "share", steps="rate", better="more", write=_percent, line="MFU {}", console=4,
+        "null if no peak is known", "share", steps="rate", better="more", write=_percent, line="MFU {}", console=5,
         chart="Model FLOPs utilization", label="MFU", from_zero=True,
     )]  # fmt: skip
     padding_avoided: Annotated[float, Figure(
@@ -78,7 +78,7 @@ class StepRecord:
     balance: Annotated[float, Figure("mean / max of the ranks' planned FLOPs", "share", write=_percent)]
     peak_memory_bytes: Annotated[int, _memory(
         "memory allocated at peak; on a CPU, the resident size for all figures of memory", better="less", line="{}",
-        console=5, chart="Memory", label="peak", from_zero=True,
+        console=6, chart="Memory", label="peak", from_zero=True,
     )]  # fmt: skip
     elapsed_s: Annotated[float, Figure("time of all steps of the run so far", "s", steps="sum", write=short_time)]
     busy_min_s: Annotated[float | None, Figure("least of rank_busy_s", "s")] = None
@@ -236,9 +236,16 @@ class RatedAnswer:
 
     prompt: str
     answer: str
-    reward: float
+    reward: float | None
+    """None: not scored."""
     rewards: Mapping[str, float | None]
     """What each function gave it; null: no score."""
+
+    @property
+    def scores(self) -> str:
+        """Its reward, and what each function gave it, as text."""
+        each = ", ".join(f"{name} {'-' if value is None else f'{value:.4g}'}" for name, value in self.rewards.items())
+        return f"{'not scored' if self.reward is None else f'reward {self.reward:.4g}'} ({each})"
 
 
 _reward = partial(
@@ -278,7 +285,7 @@ class RoundRecord:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The mean of each reward function, as reward/NAME."""
     shown: tuple[RatedAnswer, ...] = ()
-    """The answers with the greatest and the least rewards."""
+    """The answers with the greatest and the least rewards; some of all if none was scored."""
 
     @property
     def why_untrained(self) -> str:
@@ -304,7 +311,11 @@ class HeldOutRecord:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The mean of each reward function, as reward/NAME."""
     shown: tuple[RatedAnswer, ...] = ()
-    """The answers with the greatest and the least rewards."""
+    """As those of a round."""
+    reward_stderr: Annotated[float | None, Figure(
+        "standard error of `reward`: the standard deviation of the scored answers' rewards / the root of their number; "
+        "null for fewer than two", ranks="sum", write="{:.2g}".format, line="± {}",
+    )] = None  # fmt: skip
 
 
 RewardsRecord = RoundRecord | HeldOutRecord

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from flatout.errors import CheckpointError, DataError, UsageError
 from flatout.io.redact import printable
 from flatout.io.redact import rows as screen_rows
 from flatout.track.figures import gib, named, short_count, short_time
-from flatout.track.record import BAD_RESULTS, FIGURES, KINDS, STEP, StepRecord
+from flatout.track.record import BAD_RESULTS, FIGURES, HELD_OUT, KINDS, STEP, StepRecord
 from flatout.track.run_log import RunLog
 
 # steps after each start that allocate, compile and fill caches; rates leave them out
@@ -24,8 +25,9 @@ ROUTINE_EVENTS = {"saved", "compiled", "changed", "stopped", "removed", "kept", 
 _MENDED_FIRST = (UsageError, DataError, CheckpointError)
 # losses of single steps are noisy: compare means of this share of the records, at least MIN_COMPARED
 COMPARED_SHARE, MIN_COMPARED = 0.1, 3
-# an evaluation counts as worse if it lost more than this share of what training had gained; rewards are noisier
-NOTABLE_SHARE = {"eval": 0.01, "held_out": 0.25}
+# an evaluation counts as worse if it lost more than this share of what training had gained, and a reward if it also
+# lost more than so many standard errors of the difference (docs/rollouts.md)
+NOTABLE_SHARE, NOTABLE_STDERRS = 0.01, 2.0
 # what a run is judged by: the field of its records of a kind
 JUDGED = {"step": "loss", "eval": "eval_loss", "round": "reward", "held_out": "reward"}
 JUDGED_ROWS = {kind: FIGURES[KINDS[kind]][name] for kind, name in JUDGED.items()}
@@ -42,11 +44,14 @@ class EvalSummary:
     """The steps that were complete before the best one."""
     kind: str = "eval"
     """That of their records."""
+    stderrs: tuple[float | None, ...] = (None, None, None)
+    """The standard errors of the first, the last and the best, which rewards of held-out prompts have."""
 
     @property
     def texts(self) -> list[str]:
-        """The first, the last and the best."""
-        return list(map(JUDGED_ROWS[self.kind].write, (self.first, self.last, self.best)))
+        """The first, the last and the best, with their standard errors."""
+        values = zip((self.first, self.last, self.best), self.stderrs, strict=True)
+        return [judged_text(self.kind, *one) for one in values]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +121,8 @@ def summarize(log: RunLog) -> RunSummary:
     events = Counter(str(event.get("kind")) for event in log.events)
     marked = [one.step for one in log.evals if one.is_best]
     trained, evaluation, rounds, held_out = (
-        _summarize(kind, judged_values(log, kind), marked if kind == "eval" else ()) for kind in JUDGED
+        _summarize(kind, judged_values(log, kind), marked if kind == "eval" else (), _stderrs(log, kind))
+        for kind in JUDGED
     )
     return RunSummary(
         name=start.name if start else log.folder.name,
@@ -262,14 +268,33 @@ def judged_values(log: RunLog, kind: str) -> dict[int, float]:
     return {one.step: value for one in log.by_kind[kind] if (value := getattr(one, JUDGED[kind])) is not None}
 
 
-def _summarize(kind: str, values: Mapping[int, float], marked: Sequence[int] = ()) -> EvalSummary | None:
+def judged_texts(log: RunLog, kind: str) -> dict[int, str]:
+    """Return the same as text, with standard errors."""
+    errors = _stderrs(log, kind)
+    return {step: judged_text(kind, value, errors[step]) for step, value in judged_values(log, kind).items()}
+
+
+def _stderrs(log: RunLog, kind: str) -> dict[int, float | None]:
+    return {one.step: getattr(one, "reward_stderr", None) for one in log.by_kind[kind]}
+
+
+def judged_text(kind: str, value: float, stderr: float | None = None) -> str:
+    """Return what a run is judged by as text, with its standard error if that is known."""
+    error = "" if stderr is None else f" {HELD_OUT['reward_stderr'].text(stderr)}"
+    return JUDGED_ROWS[kind].write(value) + error
+
+
+def _summarize(
+    kind: str, values: Mapping[int, float], marked: Sequence[int] = (), errors: Mapping[int, float | None] | None = None
+) -> EvalSummary | None:
     """Return the summary of values by step; the last of `marked` is what the run itself took for the best."""
     if not values:
         return None
     best_of = min if JUDGED_ROWS[kind].better == "less" else max
     best_step = marked[-1] if marked else best_of(values, key=lambda step: values[step])
-    in_order = list(values.values())
-    return EvalSummary(in_order[0], in_order[-1], values[best_step], best_step, kind)
+    (first, *_), (*_, last) = values, values
+    stderrs = tuple((errors or {}).get(step) for step in (first, last, best_step))
+    return EvalSummary(values[first], values[last], values[best_step], best_step, kind, stderrs)
 
 
 def _describe(one: EvalSummary) -> str:
@@ -285,10 +310,13 @@ def _warnings(log: RunLog, evaluation: EvalSummary | None) -> list[str]:
     costs = [sign * value for value in judged_values(log, kind).values()]
     if evaluation and len(costs) > 1:
         (first, last, best), least = evaluation.texts, sign * evaluation.best
+        # without standard errors, no reward is known to be worse than another
+        known = [one for one in evaluation.stderrs[1:] if one is not None]
+        noise = 0.0 if log.evals else NOTABLE_STDERRS * math.hypot(*known) if len(known) == 2 else math.inf
         if min(costs[1:]) >= costs[0]:
             remedy = ": lower optim.lr" if log.evals else "; `flatout rollouts` shows what was sampled"
             warnings.append(f"no evaluation was better than the first, {first}{remedy}")
-        elif costs[-1] - least > NOTABLE_SHARE[kind] * (costs[0] - least):
+        elif costs[-1] - least > max(NOTABLE_SHARE * (costs[0] - least), noise):
             where = f"step {evaluation.best_step:,}, {best} to {last}"
             warnings.append(f"the evaluation got worse after {where}: train fewer steps, or use best/")
     if len(losses) >= 2 * num and sum(losses[-num:]) >= sum(losses[:num]):

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from flatout.data.token_store import TokenSample, TokenStore
-from flatout.errors import DataError
+from flatout.errors import DataError, Fix
 from flatout.models.context.shard import ContextShard
 from flatout.models.packed import (
     BatchColumns,
@@ -60,7 +60,7 @@ class BatchLoader:
         `size_buckets` are as in `packed_size`. With `shard`, batches are that shard of each micro-batch. `columns` are
         the store's columns that batches carry, with the samples and units that labels belong to; None: neither.
         """
-        self.store = store
+        self.store, self._of_round = store, False
         self._device = device
         # one number of boundaries for the whole run, to avoid recompilation
         is_cuda = device.type == "cuda"
@@ -101,7 +101,12 @@ class BatchLoader:
             started = time.perf_counter()
             future = self._staged.pop(micro_batch, None) or self._submit(micro_batch)
             self._prefetch(list(islice(chain(micro_batches[index + 1 :], self._following), _NUM_PICTURED)))
-            batch, copied = future.result()
+            try:
+                batch, copied = future.result()
+            except DataError as error:
+                if self._of_round:  # nobody builds it
+                    error.fixes = (Fix({}, "start the run again, which checks the answers of the round"),)
+                raise
             self.wait_s += time.perf_counter() - started
             if copied is not None:
                 stream = torch.cuda.current_stream(self._device)
@@ -110,11 +115,11 @@ class BatchLoader:
             yield batch
 
     def read_from(self, store: TokenStore) -> None:
-        """Read another store from now on, with the same columns; what was prefetched is dropped."""
+        """Read the answers of a round from now on, with the same columns; what was prefetched is dropped."""
         for future in self._staged.values():
             future.cancel()
         self._staged.clear()
-        self.store, self._following = store, ()
+        self.store, self._following, self._of_round = store, (), True
 
     def close(self) -> None:
         """Stop the thread and drop prefetched batches."""
@@ -161,7 +166,8 @@ class BatchLoader:
             # the loss is divided by the plan's count, so a different mask would rescale every gradient
             raise DataError(
                 f"{self.store.folder}: samples {list(micro_batch.sample_ids)[:8]} have {batch.num_label_tokens:,} "
-                f"label tokens, but the plan counts {micro_batch.num_label_tokens:,}; rebuild the data set"
+                f"label tokens, but the plan counts {micro_batch.num_label_tokens:,}",
+                [Fix({}, "rebuild the data set")],
             )
         if self.pictures is not None:
             shown = () if micro_batch.is_filler else micro_batch.sample_ids

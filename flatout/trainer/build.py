@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from flatout.checkpoint.optimizer_state import state_sizes
 from flatout.checkpoint.read import SavedCheckpoint
-from flatout.checkpoint.write_async import Saver, choose_saver
+from flatout.checkpoint.write_async import choose_saver
 from flatout.config.schema import Config, Recompute
 from flatout.errors import Fix, PackingError, SharedPrefixError, counted
 from flatout.io.host_memory import map_blocks
@@ -108,7 +108,9 @@ def assemble_run(setup: Setup) -> TrainingRun:
     strategy, wrapped_loss, optimizer = shard_state(setup, loaded, loss)
     compiled, recompute = compile_model(setup, loaded, (loss, wrapped_loss), loaders[0])
     named = trainable_parameters(loaded.model)
-    saver = make_saver(setup, named)
+    # replicas after the first save nothing
+    sizes = state_sizes(named, config.optim) if rank.is_first or any(map(is_sharded, named.values())) else []
+    saver = choose_saver(config.checkpoint.asynchronous, setup.checkpoints, reporter, device=device, sizes=sizes)
     run = TrainingRun(
         config=config,
         rank=rank,
@@ -299,15 +301,6 @@ def compile_model(
         reporter.stage("recompute", f"full instead of {recompute}, which needs each layer to be one graph")
         recompute = "full"
     return compiled, recompute
-
-
-def make_saver(setup: Setup, named: Mapping[str, torch.nn.Parameter]) -> Saver:
-    """Choose how this rank saves. Raises ResourceError if the disk is full."""
-    config, device = setup.config, setup.device
-    # replicas after the first save nothing
-    saves = setup.rank.is_first or any(map(is_sharded, named.values()))
-    sizes = state_sizes(named, config.optim) if saves else []
-    return choose_saver(config.checkpoint.asynchronous, setup.checkpoints, setup.reporter, device=device, sizes=sizes)
 
 
 def context_shard(layout: ParallelLayout, rank: Rank) -> ContextShard | None:

@@ -16,7 +16,7 @@ from xxhash import xxh3_128_hexdigest
 from flatout.config.parallel import STRATEGIES
 from flatout.config.schema import Config
 from flatout.data.pictures.processor import PictureProcessor
-from flatout.data.pictures.read import decoded
+from flatout.data.pictures.read import decoded, require_pillow
 from flatout.data.pictures.show import picture_statistics, thumbnails
 from flatout.data.token_store import TokenStore
 from flatout.data.tokenizer import load_tokenizer
@@ -92,7 +92,8 @@ class PictureMaker(PicturePacker):
     def probes(self, seed: int) -> list[PictureDocument]:
         """Return documents for the self-test: texts only, with one picture, and with two; the same for each seed."""
         random = np.random.default_rng(seed)
-        images = [self._processor.image_of(random.integers(0, 256, (*size, 3), np.uint8)) for size in _PROBED]
+        pixels = [random.integers(0, 256, (*size, 3), np.uint8) for size in _PROBED]
+        images = list(map(require_pillow().Image.fromarray, pixels))
         documents = []
         for pictures in ([], images[:1], images[1:], []):
             ids = [self._processor.tokens_of(image.height, image.width) for image in pictures]

@@ -168,12 +168,6 @@ def scatter_maxima(maxima: Tensor, rank: Rank) -> Tensor:
     return rows.flatten()
 
 
-def gathered_figures(values: Sequence[float]) -> tuple[RankFigures, ...]:
-    """Return every rank's figures from the sum of what `scatter_figures` returned; empty for one rank."""
-    rows = (values[start : start + NUM_FIGURES] for start in range(0, len(values), NUM_FIGURES))
-    return tuple({name: value for name, value in zip(NAMES, row, strict=True) if not math.isnan(value)} for row in rows)
-
-
 def busy_seconds(figures: RankFigures) -> float:
     """Return a rank's seconds in forward and backward passes."""
     return figures.get("forward_s", 0.0) + figures.get("backward_s", 0.0)
@@ -339,5 +333,8 @@ class StepTotals(NamedTuple):
         remaining = iter(values)
         parts = [tuple(next(remaining) for _ in range(length)) for length in self._lengths]
         sums, maxima, (num_stopping,), figures, aux_loss_sums, grad_norm = parts
-        values = (*sums, *maxima)
-        return HostTotals(values, num_stopping, gathered_figures(figures), aux_loss_sums, *(grad_norm or (0.0,)))
+        # every rank's row of what `scatter_figures` returned; empty for one rank
+        rows = (figures[start : start + NUM_FIGURES] for start in range(0, len(figures), NUM_FIGURES))
+        named = (zip(NAMES, row, strict=True) for row in rows)
+        by_rank = tuple({name: value for name, value in row if not math.isnan(value)} for row in named)
+        return HostTotals((*sums, *maxima), num_stopping, by_rank, aux_loss_sums, *(grad_norm or (0.0,)))

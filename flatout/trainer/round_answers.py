@@ -71,13 +71,18 @@ def collect_round(
     numbers = prompts.train_ids[prompts.rounds.places(index, run.config.seed)]
     identity = identity_of(run, prompts, index)
     journal = Journal(journal_folder(folder), identity, run.rank.index)
-    if journal.dropped:
-        why = f"{journal.folder}: its answers were sampled with another value of: {journal.dropped}"
-        run.reporter.event("round_again", {"round": index + 1, "why": why})
-    if known := journal.groups():
-        counts = [len(known) * run.config.rollout.group, len(numbers) * run.config.rollout.group]
-        run.reporter.stage("round", f"{index + 1}: {counts[0]:,} of {counts[1]:,} answers from the journal")
-    sampled, scored = group.run_on_first_rank(lambda: [[*known], [at for at, one in known.items() if one.rewards]])
+
+    def look() -> list[list[int]]:
+        if differs := journal.drop_others():
+            why = f"{journal.folder}: its answers were sampled with another value of: {differs}"
+            run.reporter.event("round_again", {"round": index + 1, "why": why})
+        if known := journal.groups():
+            counts = [len(known) * run.config.rollout.group, len(numbers) * run.config.rollout.group]
+            run.reporter.stage("round", f"{index + 1}: {counts[0]:,} of {counts[1]:,} answers from the journal")
+        return [[*known], [at for at, one in known.items() if one.rewards]]
+
+    sampled, scored = group.run_on_first_rank(look)
+    journal.open()
 
     def work() -> dict[str, Any]:
         with closing(journal):
@@ -126,8 +131,10 @@ def held_out_reward(run: TrainingRun, prompts: RolloutPrompts) -> float | None:
 
     by_rank = _unless_stopped(run, work)
     groups = [one for _, own in by_rank for one in GROUPS.validate_python(own)]
-    figures = _figures(run, prompts, groups)
-    run.reporter.record(HeldOutRecord(run.progress.step, **figures, eval_s=time.perf_counter() - started))
+    figures, scored = _figures(run, prompts, groups), [one.totals[0] for one in groups if one.totals[0] is not None]
+    stderr = float(np.std(scored, ddof=1)) / len(scored) ** 0.5 if len(scored) > 1 else None
+    eval_s = time.perf_counter() - started
+    run.reporter.record(HeldOutRecord(run.progress.step, **figures, eval_s=eval_s, reward_stderr=stderr))
     _tell_unscored(run, groups, sum((Counter(one) for one, _ in by_rank), Counter[str]()))
     reward: float | None = figures["reward"]
     return reward
@@ -299,11 +306,10 @@ def _write(
 
 def _figures(run: TrainingRun, prompts: RolloutPrompts, groups: Sequence[Group]) -> dict[str, Any]:
     """Return what records of scored groups have in common: means, None where nothing is scored, and answers to show."""
-    answers = [(one, at) for one in groups for at in range(len(one.answers))]
+    answers = [(total, one, at) for one in groups for at, total in enumerate(one.totals)]
     names = [reward.title for reward in run.config.rollout.rewards]
-    totals = [total for one in groups for total in one.totals]
-    scored = [(total, one, at) for total, (one, at) in zip(totals, answers, strict=True) if total is not None]
-    ranked = sorted(scored, key=lambda one: -one[0])
+    scored = [answer for answer in answers if answer[0] is not None]
+    ranked = sorted(scored, key=lambda answer: answer[0] or 0.0, reverse=True) or answers
     ends = ranked if len(ranked) <= 2 * NUM_SHOWN else [*ranked[:NUM_SHOWN], *ranked[-NUM_SHOWN:]]
 
     def mean(values: Iterable[float | None]) -> float | None:
@@ -313,7 +319,7 @@ def _figures(run: TrainingRun, prompts: RolloutPrompts, groups: Sequence[Group])
     by_name = zip(names, zip(*(row for one in groups for row in one.rewards), strict=True), strict=True)
     means = {f"reward/{name}": mean(values) for name, values in by_name}
     return {
-        "reward": mean(totals),
+        "reward": mean(total for total, _, _ in scored),
         "num_answers": len(answers),
         "num_unscored": len(answers) - len(scored),
         "metrics": {name: value for name, value in means.items() if value is not None},

@@ -51,6 +51,9 @@ from flatout.trainer.trainable import check_start, require_disk
 
 # a learning rate above so many times the usual one is told; cross-entropy trains at a wider range of them
 UNUSUAL_LR, UNUSUAL_LR_OF_CROSS_ENTROPY = 5.0, 50.0
+# usual rates are those of models of this many parameters. With AdamW, smaller ones take rates as 1 / width (Yang et al.
+# 2022, arXiv:2203.03466, table 3), which is 1 / the root of their size; but none takes more than the largest.
+USUAL_NUM_PARAMS, LARGEST_LR = 1e10, 1e-2
 # counts of rows that a build dropped, shortened or split; a run on such data reports them
 LOST_OR_CUT = ("bad", "too_long", "no_labels", "lost_labels", "truncated", "split", "equal_rows")
 # settings of the training data's rows, which a data set for evaluation was built without
@@ -99,6 +102,8 @@ def open_data(config: Config, reporter: Reporter, rank: Rank, *, starts: bool) -
     reporter.phase("reading the model's configuration")
     model, scores = config.model, objective.reads == "scores"
     shape = read_shape(model.name, model.revision, scores=scores, trained=model.trained_parts)
+    if note := lr_note(config, objective, shape.num_params):
+        reporter.event("learning_rate", {"why": note})
     on_cpu = config.wanted_device == "cpu" or (starts and config.wanted_device == "auto" and not device_count())
     trained = check_start(config, objective, on_cpu=on_cpu, reads_peft=not starts)
     if starts and rank.is_first:
@@ -160,29 +165,28 @@ def checked_objective(config: Config, reporter: Reporter) -> Objective:
     if config.objective != ObjectiveConfig():
         ran = f"; {config.objective.path} runs as code" if config.objective.path else ""
         reporter.stage("objective", f"{objective.line}{ran}")
-    if note := lr_note(config, objective):
-        reporter.event("learning_rate", {"why": note})
     if config.method == "lora" and config.model.init == "random":
         why = "an adapter of random weights, which no file keeps, measures speed only; to use it, set method=full"
         reporter.event("random_base", {"why": why})
     return objective
 
 
-def lr_note(config: Config, objective: Objective) -> str:
-    """Return what is odd about a learning rate far above the usual; empty for others.
+def lr_note(config: Config, objective: Objective, num_params: int) -> str:
+    """Return what is odd about a learning rate far above the usual for a model of this size; empty for others.
 
     The usual rates are AdamW's, for pretrained weights.
     """
     usual, lr = lr_of(config.method, config.objective.kind), config.optim.lr
     if not usual or not config.optim.traits.usual_lr or config.model.init == "random":
         return ""
-    pairs_lr = Preference.usual_lr[config.method]
-    if config.objective.path and isinstance(objective, Preference) and UNUSUAL_LR * pairs_lr < lr <= UNUSUAL_LR * usual:
+    room, pairs_lr = UNUSUAL_LR * max(1.0, (USUAL_NUM_PARAMS / num_params) ** 0.5), Preference.usual_lr[config.method]
+    if config.objective.path and isinstance(objective, Preference) and room * pairs_lr < lr <= room * usual:
         return f"losses over pairs usually take optim.lr={pairs_lr:g}, not {lr:g}"
-    most = UNUSUAL_LR_OF_CROSS_ENTROPY if config.objective == ObjectiveConfig() else UNUSUAL_LR
-    if lr <= most * usual:
+    room *= UNUSUAL_LR_OF_CROSS_ENTROPY / UNUSUAL_LR if config.objective == ObjectiveConfig() else 1.0
+    if lr <= (most := min(LARGEST_LR, room * usual)):
         return ""
-    return f"optim.lr {lr:g} is {lr / usual:,.0f} times the usual {usual:g}, which optim.lr=auto takes"
+    rare = f"models of this size rarely take more than {most:.1g}"
+    return f"optim.lr {lr:g} is {lr / usual:,.0f} times the usual {usual:g}, which optim.lr=auto takes; {rare}"
 
 
 def check_context(config: Config, rank: Rank, objective: Objective) -> None:

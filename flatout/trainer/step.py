@@ -186,7 +186,8 @@ def apply_update(run: TrainingRun, step: StepPlan, totals: StepTotals, figures: 
     norm = run.strategy.grad_norm(run.parameters)
     totals = totals._replace(grad_norm=norm.to(torch.float64)[None])
     lr = next_lr(run)
-    if run.scaler.is_enabled() or run.config.faults.spike_decides or not supports_found_inf(run.optimizer):
+    loss_decides = run.config.faults.spike in ("skip", "stop")
+    if run.scaler.is_enabled() or loss_decides or not supports_found_inf(run.optimizer):
         outcome = outcome_of(run, step, lr, totals.read(), figures)
         if outcome is not None and outcome.skipped == SKIPPED_SPIKE:
             run.scaler.update()

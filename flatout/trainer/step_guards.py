@@ -80,7 +80,7 @@ def require_finite(run: TrainingRun, step: StepPlan, loss: float, grad_norm: flo
 
 def not_finite(run: TrainingRun, what: str) -> NumericError:
     """Return the error of a loss that is not finite, with what to do about it."""
-    if note := lr_note(run.config, run.planned.objective):
+    if note := lr_note(run.config, run.planned.objective, run.planned.shape.num_params):
         return NumericError(f"{what}; training diverged: {note}; lower it")
     return NumericError(f"{what}; check these rows, or lower optim.lr", [Fix({"model.precision": "fp32"})])
 
@@ -91,7 +91,7 @@ def tell_divergence(run: TrainingRun, step: StepPlan, loss: float | None) -> Non
     A person's own loss may start anywhere, such as at 0, and is not judged.
     """
     first = run.state.first_loss = loss if run.state.first_loss is None else run.state.first_loss
-    objective = run.planned.objective
+    objective, shape = run.planned.objective, run.planned.shape
     if run.state.has_diverged or run.config.objective.path or run.config.objective.kind not in OBJECTIVES:
         return
     # a policy's loss begins at about 0, and has either sign; a step without labels has none
@@ -99,13 +99,14 @@ def tell_divergence(run: TrainingRun, step: StepPlan, loss: float | None) -> Non
         return
     limit, than = DIVERGED_TIMES * abs(first), f"{DIVERGED_TIMES:g} times the first"
     if objective.reads == "labels" and objective.scope == "token":
-        guess = math.log(run.planned.shape.vocab_size)
+        guess = math.log(shape.vocab_size)
         limit = max(2 * first, NEAR_GUESS * guess)
-        than = f"what guessing any of the {run.planned.shape.vocab_size:,} tokens costs ({guess:.2f})"
+        than = f"what guessing any of the {shape.vocab_size:,} tokens costs ({guess:.2f})"
     if loss <= limit:
         return
     run.state.has_diverged = True
-    note = lr_note(run.config, objective) or f"start over with a lower optim.lr than {run.config.optim.lr:g}"
+    lower = f"start over with a lower optim.lr than {run.config.optim.lr:g}"
+    note = lr_note(run.config, objective, shape.num_params) or lower
     why = f"training diverged at step {step.index + 1}: loss {loss:.4f} after {first:.4f} at first, {than}; {note}"
     run.reporter.event("diverged", {"step": step.index + 1, "loss": loss, "first_loss": first, "why": why})
 

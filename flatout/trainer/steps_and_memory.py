@@ -11,7 +11,6 @@ import torch
 
 from flatout.config.schema import Config
 from flatout.data.columns import PREFIX_TOKENS
-from flatout.data.token_store import TokenStore
 from flatout.errors import Fix, UsageError
 from flatout.models.arch_quirks import LayoutChoice, choose_layout, sharing_problem
 from flatout.models.load.model import gpu_features
@@ -153,7 +152,10 @@ def plan_steps(
     )
     parts_units, arrays = data.objective.scope != "unit", (store.lengths, store.num_label_tokens)
     samples = select_samples(*arrays, train_ids, layout, store.unit_offsets, parts_units=parts_units)
-    row_keys = store.row_keys if draws_rows_whole(store) else None
+    # questions of a conversation share what precedes them (data.lost_reasoning: split), so an epoch takes them one
+    # after the other, but not the windows of a long document
+    draws_rows_whole = store.meta.counts.get("split_by_question") and not store.meta.counts.get("split")
+    row_keys = store.row_keys if draws_rows_whole else None
     whole_steps = make_plan(samples, layout, settings.batch, settings.seed, row_keys)
     if data.rollouts is not None:
         whole_steps = BoundsPlan.of(whole_steps, data.rollouts.rounds)
@@ -162,13 +164,6 @@ def plan_steps(
         flops = flops[np.asarray(train_ids)]
     whole_steps = replace(whole_steps, samples=replace(whole_steps.samples, tower_flops=flops))
     return fit_plan(data, whole_steps, rank, device)
-
-
-def draws_rows_whole(store: TokenStore) -> bool:
-    """Whether an epoch takes the samples of a row one after the other: questions of a conversation, which share what
-    precedes them (data.lost_reasoning: split), but not the windows of a long document.
-    """
-    return bool(store.meta.counts.get("split_by_question")) and not store.meta.counts.get("split")
 
 
 def fit_plan(data: RunData, plan: TrainingPlan, rank: Rank, device: Device | None) -> Steps:

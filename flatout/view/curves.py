@@ -56,11 +56,11 @@ def curves(logs: Mapping[str, RunLog]) -> list[Chart]:
 
 def _titles(logs: Iterable[RunLog]) -> Iterator[tuple[str, Figure]]:
     """Yield each chart and the row that says how it is drawn; figures that objectives name follow the judged ones."""
-    kinds = ((log.steps, log.evals, log.rounds, log.held_out) for log in logs)
+    kinds = [(log.steps, log.evals, log.rounds, log.held_out) for log in logs]
     metrics = (name for records in kinds for of_kind in records for one in of_kind for name in one.metrics)
     tables = (*STEP.values(), *ROUND.values(), *HELD_OUT.values())
     rows = [row for row in tables if row.chart and row not in STEP_PARTS.values()]
-    judged = {row.chart for row in (*EVAL.values(), *HELD_OUT.values())}
+    judged = {row.chart for row in (HELD_OUT if any(of_kind[2] for of_kind in kinds) else EVAL).values()}
     rows.sort(key=lambda row: row.chart not in judged)
     place = sum(row.chart in judged for row in rows)
     rows[place:place] = [named(name) for name in dict.fromkeys(metrics)]
@@ -80,7 +80,7 @@ def _lines(run: _Run, title: str, kind: str) -> list[Line]:
         for data in dict.fromkeys(data for one in log.evals for data in one.by_data):
             kinds.append((EVAL_OF_DATA, [one.by_data.get(data) for one in log.evals], log.evals, data))
     else:
-        kinds = [(ROUND, log.rounds, log.rounds, "round"), (HELD_OUT, log.held_out, log.held_out, "held out")]
+        kinds = [(HELD_OUT, log.held_out, log.held_out, "held out"), (ROUND, log.rounds, log.rounds, "round")]
     lines = []
     for table, records, places, label in kinds:
         axes = run.axes_at([one.step for one in places])

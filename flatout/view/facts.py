@@ -6,7 +6,7 @@ import html
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import yaml
@@ -17,16 +17,18 @@ from flatout.errors import FlatoutError
 from flatout.io.json_file import encode_json
 from flatout.io.redact import printable, redacted
 from flatout.track.figures import Figure, gib, named, short_count, short_time
-from flatout.track.record import EVAL, STEP, EvalRecord, HeldOutRecord
+from flatout.track.record import EVAL, ROUND, STEP, EvalRecord, HeldOutRecord, RoundRecord
 from flatout.track.run_log import RunLog
 from flatout.track.start_up import EVENT as START_UP
 from flatout.track.start_up import stages_of
-from flatout.track.summary import JUDGED, JUDGED_ROWS, RunSummary, judged_values, seconds_of, summarize
+from flatout.track.summary import JUDGED, JUDGED_ROWS, RunSummary, judged_texts, judged_values, seconds_of, summarize
 from flatout.view.charts import bucket_means
 
 NONE = "–"
 # points of the small curve in a list of runs
 NUM_SPARK = 60
+MAX_ROUNDS = 20  # rows of a table of rounds in Markdown
+T = TypeVar("T")
 # what the headline calls what a run is judged by
 _TITLES = {"step": "Training loss", "eval": "Evaluation loss", "round": "Round reward", "held_out": "Held-out reward"}
 _RUN = TypeAdapter(RunLog)
@@ -34,26 +36,26 @@ _RUN = TypeAdapter(RunLog)
 _OWN_NAMES = ("name", "run_dir")
 
 
-def judged(summary: RunSummary) -> dict[str, tuple[Figure, float, str]]:
-    """Return the figures by which one run is the best, by title: (row, value, note)."""
+def judged(summary: RunSummary) -> dict[str, tuple[Figure, float, str, str]]:
+    """Return the figures by which one run is the best, by title: (row, value, its text, note)."""
     figures = {}
     if one := summary.evaluation:
-        title, row = _TITLES[one.kind], JUDGED_ROWS[one.kind]
-        figures[title] = (row, one.last, f"{one.texts[0]} at the first evaluation")
-        figures[f"Best {title.lower()}"] = (row, one.best, f"after step {one.best_step:,}")
+        title, row, (first, last, best) = _TITLES[one.kind], JUDGED_ROWS[one.kind], one.texts
+        figures[title] = (row, one.last, last, f"{first} at the first evaluation")
+        figures[f"Best {title.lower()}"] = (row, one.best, best, f"after step {one.best_step:,}")
     if one := summary.trained:
-        figures[_TITLES[one.kind]] = (JUDGED_ROWS[one.kind], one.last, f"{one.texts[0]} at the start")
-    if summary.tokens_per_s is not None:
-        warm = f" after {summary.num_warm_up_records} warm-up records" if summary.num_warm_up_records else ""
-        figures["Throughput"] = (STEP["tokens_per_s"], summary.tokens_per_s, f"tokens/s{warm}")
-    if summary.mfu is not None:
-        figures["MFU"] = (STEP["mfu"], summary.mfu, "of the nominal peak")
+        first, last, _ = one.texts
+        figures[_TITLES[one.kind]] = (JUDGED_ROWS[one.kind], one.last, last, f"{first} at the start")
+    warm = f" after {summary.num_warm_up_records} warm-up records" if summary.num_warm_up_records else ""
+    for title, name, note in (("Throughput", "tokens_per_s", f"tokens/s{warm}"), ("MFU", "mfu", "of the nominal peak")):
+        if (value := getattr(summary, name)) is not None:
+            figures[title] = (STEP[name], value, STEP[name].write(value), note)
     return figures
 
 
 def headline(summary: RunSummary) -> list[tuple[str, str, str]]:
     """Return the figures that a run is judged by: (name, value, note)."""
-    facts = [(title, row.write(value), note) for title, (row, value, note) in judged(summary).items()]
+    facts = [(title, text, note) for title, (_, _, text, note) in judged(summary).items()]
     facts.append(("Steps", f"{summary.num_steps:,}", f"of {summary.num_planned_steps:,} planned"))
     if summary.num_steps:
         label = f"{short_count(summary.num_label_tokens)} label tokens"
@@ -93,19 +95,17 @@ def row_figures(log: RunLog) -> dict[str, Any]:
 
 def best_of(name: str, summaries: Sequence[RunSummary]) -> str | None:
     """Return the best of what runs show for a figure of the headline; None if there is no best."""
-    known = [figures[name][:2] for figures in map(judged, summaries) if name in figures]
+    known = [figures[name] for figures in map(judged, summaries) if name in figures]
     if len(known) < 2:
         return None
-    row, _ = known[0]
-    return row.write((min if row.better == "less" else max)(value for _, value in known))
+    return (min if known[0][0].better == "less" else max)(known, key=lambda one: one[1])[2]
 
 
-def plan_rows(log: RunLog) -> list[tuple[str, str, str]]:
+def plan_rows(log: RunLog, summary: RunSummary) -> list[tuple[str, str, str]]:
     """Return the plan's promises beside what happened: (what, planned, actual); none without a plan."""
     if log.start is None:
         return []
     plan, steps = log.start.plan, log.steps
-    summary = summarize(log)
     tokens, labels = summary.num_tokens, summary.num_label_tokens
     # the padding loader's tokens of each step, from the share of them that was avoided
     counts = [(one.tokens_per_s * seconds_of(one), one) for one in steps]
@@ -202,6 +202,28 @@ def show(value: Any) -> str:
     return value if is_plain else yaml.safe_dump(value, default_flow_style=True, width=10_000).split("\n...")[0].strip()
 
 
+def round_rows(log: RunLog, none: str = NONE) -> list[tuple[str, ...]]:
+    """Return the rounds of a run as a table, its head first; evaluations between rounds have rows of their own."""
+    held_out = judged_texts(log, "held_out")
+    shown = ("reward", "mean_answer_tokens", "cut_share", "no_signal_share", "new_tokens_per_s")
+
+    def figure(one: RoundRecord, name: str) -> str:
+        return none if (value := getattr(one, name)) is None else ROUND[name].write(value)
+
+    rounds = {one.step: (f"{one.round:,}", *(figure(one, name) for name in shown)) for one in log.rounds}
+    rows = list[tuple[str, ...]]([("round", "step", "reward", "held out", "tokens", "cut", "no signal", "new tok/s")])
+    for step in sorted({*rounds, *held_out}):
+        number, reward, *figures = rounds.get(step, (none,) * (1 + len(shown)))
+        rows.append((number, f"{step:,}", reward, held_out.get(step, none), *figures))
+    return rows
+
+
+def spread(items: Sequence[T], count: int) -> list[T]:
+    """Return at most so many of the items, evenly spaced, the first and the last too."""
+    count = min(count, len(items))
+    return [items[index * (len(items) - 1) // max(1, count - 1)] for index in range(count)]
+
+
 def markdown_report(logs: Mapping[str, RunLog]) -> str:
     """Return the report of one run, or a comparison of several, as Markdown."""
     runs = list(logs.values())
@@ -216,16 +238,20 @@ def markdown_report(logs: Mapping[str, RunLog]) -> str:
     parts = [f"# {text_of(summary.name)}: {summary.state}", table(["", "", ""], headline(summary))]
     parts += [f"**{name}** {text_of(value)}" for name, value in notes_rows([log])]
     parts += [f"> {text_of(note)}" for note in (summary.why, *summary.warnings) if note]
-    if planned := plan_rows(log):
-        parts += ["## Plan and run", table(["", "planned", "actual"], planned)]
     if started := start_rows(log):
-        parts += ["## Start-up", table(["stage", "s"], started)]
+        parts += [f"**Start-up** {started[-1][1]} s to the end of the first step"]
+    if planned := plan_rows(log, summary):
+        parts += ["## Plan and run", table(["", "planned", "actual"], planned)]
+    if log.rounds:
+        head, *rounds = round_rows(log)
+        parts += ["## Rounds", table(head, spread(rounds, MAX_ROUNDS))]
+        parts += ["`flatout rollouts` lists every round."] * (len(rounds) > MAX_ROUNDS)
     if (one := summary.evaluation) and (evals := log.evals or log.held_out):
-        values, write = judged_values(log, one.kind), JUDGED_ROWS[one.kind].write
+        texts = judged_texts(log, one.kind)
         bests = [e.step for e in log.evals if e.is_best] or [one.best_step]
         rows = [
-            (f"{e.step:,}", write(values[e.step]), *figures_of(e).values(), "best" if e.step in bests else "")
-            for e in evals if e.step in values
+            (f"{e.step:,}", texts[e.step], *figures_of(e).values(), "best" if e.step in bests else "")
+            for e in evals if e.step in texts
         ]  # fmt: skip
         name = JUDGED[one.kind].removeprefix("eval_")
         parts += ["## Evaluations", table(["step", name, *figures_of(evals[-1]), ""], rows)]
@@ -233,7 +259,7 @@ def markdown_report(logs: Mapping[str, RunLog]) -> str:
         rows = [(f"{one.loss:.4f}", f"{one.source} row {one.row:,}", one.context, one.text) for one in worst]
         parts += ["## Worst samples", table(["loss", "from", "context", "trained text"], rows)]
     if kinds := Counter(str(event.get("kind")) for event in log.events):
-        parts += ["## Events", table(["kind", "count"], ((kind, str(count)) for kind, count in kinds.most_common()))]
+        parts += ["## Events", text_of(", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common()))]
     if changed := changed_settings(settings_of(log)):
         settings = [(name, show(value), show(default)) for name, (value, default) in changed.items()]
         parts += ["## Settings that differ from their defaults", table(["", "value", "default"], settings)]

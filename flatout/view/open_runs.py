@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from flatout.config.folders import how_to_finish, is_run_folder
 from flatout.errors import DataError, UsageError
@@ -161,6 +162,8 @@ class RunRow:
     reward_after: float | None = None
     best: float | None = None
     """Of the best evaluation; None without one."""
+    stderrs: tuple[float | None, ...] = (None, None, None)
+    """Standard errors of the rewards before, after and at best, which those of held-out prompts have."""
     best_step: int | None = None
     time_s: float = 0.0
     """What training took."""
@@ -184,21 +187,19 @@ def list_runs(folder: Path) -> Iterator[RunRow]:
             yield replace(row, problems=(str(error),))
             continue
         summary, start = summarize(log), log.start
-        judged = summary.evaluation
-        loss, reward = (None, judged or summary.trained) if log.rounds else (judged or summary.trained, None)
+        figures, kind = dict[str, Any](), "reward" if log.rounds else "loss"
+        if one := summary.evaluation or summary.trained:
+            figures = {f"{kind}_before": one.first, f"{kind}_after": one.last}
+        if judged := summary.evaluation:
+            figures |= {"best": judged.best, "best_step": judged.best_step, "stderrs": judged.stderrs}
         yield replace(
             row,
+            **figures,
             state=summary.state,
             model=redacted(start.model) if start else None,
             data=start.data if start else None,
             steps=summary.num_steps,
             planned_steps=summary.num_planned_steps,
-            loss_before=loss.first if loss else None,
-            loss_after=loss.last if loss else None,
-            reward_before=reward.first if reward else None,
-            reward_after=reward.last if reward else None,
-            best=judged.best if judged else None,
-            best_step=judged.best_step if judged else None,
             time_s=summary.train_s,
             started_at=start.first_started_at if start else None,
             tags=log.notes.tags,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from flatout.track.figures import short_count
 from flatout.track.record import Answer, describe_event
@@ -21,7 +21,6 @@ from flatout.view.page import render
 # of many answers to a prompt, and of many rounds, this many are shown, and of many events the newest are listed
 MAX_ANSWERS, MAX_EVENTS = 6, 1000
 MAX_UNIX_S = 253_402_300_800.0  # the end of the year 9999
-T = TypeVar("T")
 _BADGES = {"complete": "good", "stopped": "", "failed": "bad", None: "live"}
 
 
@@ -35,7 +34,8 @@ def run_fragment(log: RunLog) -> str:
         packing = packing_lanes(plan.packing, plan.padded)
     folder = log.folder.relative_to(here) if log.folder.is_relative_to(here := Path.cwd()) else log.folder
     changed, answers, started = facts.changed_settings(settings), list(_answers(log)), facts.start_rows(log)
-    worst, sampled = log.evals[-1].worst if log.evals else (), [*log.held_out[-1:], *_spread(log.rounds)[::-1]]
+    worst = log.evals[-1].worst if log.evals else ()
+    sampled = [*log.held_out[-1:], *facts.spread(log.rounds, MAX_ANSWERS)[::-1]]
     contents = (
         ("curves", "Curves", True), ("answers", "Answers", answers),
         ("rounds", "Sampled answers", sampled), ("worst", "Worst samples", worst),
@@ -52,7 +52,7 @@ def run_fragment(log: RunLog) -> str:
         headline=facts.headline(summary),
         commands=next_commands(replace(log, folder=folder)),
         charts=curves({summary.name: log}),
-        plan_rows=facts.plan_rows(log),
+        plan_rows=facts.plan_rows(log, summary),
         start_rows=started,
         lengths=lengths,
         packing=packing,
@@ -107,13 +107,7 @@ def _answers(log: RunLog) -> Iterator[tuple[Answer, list[tuple[int, str]], list[
         for one in record.answers:
             answers.setdefault((one.prompt, one.pictures), []).append((record.step, one.answer))
     for prompt, every in answers.items():
-        yield prompts[prompt], _spread(every), every
-
-
-def _spread(items: Sequence[T]) -> list[T]:
-    """Return MAX_ANSWERS of the items, the first and the last too, or all."""
-    count = min(MAX_ANSWERS, len(items))
-    return [items[index * (len(items) - 1) // max(1, count - 1)] for index in range(count)]
+        yield prompts[prompt], facts.spread(every, MAX_ANSWERS), every
 
 
 def _event(kind: str, event: Mapping[str, Any]) -> dict[str, Any]:

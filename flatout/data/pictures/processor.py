@@ -177,10 +177,6 @@ class PictureProcessor:
         ]
         return "".join(part for pair in zip(["", *texts], pieces, strict=True) for part in pair)
 
-    def image_of(self, pixels: NDArray[np.uint8]) -> Any:
-        """Return pixels [height, width, 3] as an image of Pillow's."""
-        return require_pillow().Image.fromarray(pixels)
-
     def tokens_of(self, height: int, width: int) -> NDArray[np.int64]:
         """Return the ids that stand for a picture of this size."""
         return self._ids(self.standing(height, width).text)

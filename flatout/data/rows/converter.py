@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -151,12 +151,10 @@ def _made(code: OwnCode, source: SourceRow, result: Any) -> list[RawRow]:
     for row in made:
         if not isinstance(row, dict):
             raise DataError(f"{origin}: {code.path.name}:{code.name} gives {row!r:.80}; expected {_EXPECTED}")
-    return [RawRow(origin, dict(row), _classes_of(row, source)) for row in made]
-
-
-def _classes_of(row: Mapping[str, Any], source: SourceRow) -> Mapping[str, Sequence[str]] | None:
-    """Return the names of classes of the columns that a converter left as they are."""
-    return {name: names for name, names in (source.classes or {}).items() if row.get(name) == source.get(name)} or None
+    # columns that the converter left as they are keep the names of their classes
+    classes = [{name: names for name, names in (source.classes or {}).items() if row.get(name) == source.get(name)}
+               for row in made]  # fmt: skip
+    return [RawRow(origin, dict(row), own or None) for row, own in zip(made, classes, strict=True)]
 
 
 def _place(code: OwnCode, error: BaseException) -> str:

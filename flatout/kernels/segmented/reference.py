@@ -73,7 +73,8 @@ def in_turn(own: Segments) -> list[Tensor]:
 
 
 def _block_in_turn(own: Segments, columns: slice, low: Tensor, wide: Tensor, *, carries: bool) -> Tensor:
-    parts, weights = list(own.parts), [_weight_of(weight, own, columns) for weight in own.weights]
+    parts = list(own.parts)
+    weights = [weight[:, columns].T if own.weights_kn else weight[columns] for weight in own.weights]
     column_scale = None if own.column_scale is None else own.column_scale[columns]
     if carries:
         first = parts[0].shape[1] - _CARRIED
@@ -90,10 +91,6 @@ def _block_in_turn(own: Segments, columns: slice, low: Tensor, wide: Tensor, *, 
         else:
             out += scaled_product(part, weight, own.row_scales[i][:, None], column_scale, low.dtype)
     return out
-
-
-def _weight_of(weight: Tensor, own: Segments, columns: slice) -> Tensor:
-    return weight[:, columns].T if own.weights_kn else weight[columns]
 
 
 def products(

@@ -45,10 +45,6 @@ _SMALLEST_FP8_COSINE = 0.97
 _SMALLEST_COSINE = {torch.bfloat16: 0.99, torch.float16: 0.99, torch.float32: 0.99999}
 
 
-def _single_rank(value: Any) -> Sequence[Any]:
-    return (value,)
-
-
 def import_compiler() -> Thread:
     """Import the compiler and start its workers on a thread, while weights are loaded.
 
@@ -143,7 +139,7 @@ class CompileOptions:
     largest_pass_tokens: int = 0
     fp8: bool = False
     has_pictures: bool = False
-    gather: _Gather = _single_rank
+    gather: _Gather = lambda value: (value,)
 
     def batch(self, loaded: LoadedModel, lengths: Sequence[int]) -> PackedBatch:
         """Return random documents of these lengths, as the run's batches are."""

@@ -89,6 +89,9 @@ class ContextShard:
 
         label_rows = gathered_row[moved[batch.label_rows.numpy()]] - self.rank * len(shard_rows)
         is_own = torch.from_numpy((label_rows >= 0) & (label_rows < len(shard_rows)))
+        if (columns := batch.loss_columns) is not None:
+            per_label = {name: values[is_own] for name, values in columns.per_label.items()}
+            columns = replace(columns, label_samples=columns.label_samples[is_own], per_label=per_label)
         return replace(
             batch,
             token_ids=spread(batch.token_ids),
@@ -97,7 +100,7 @@ class ContextShard:
             label_rows=torch.from_numpy(label_rows)[is_own],
             label_ids=batch.label_ids[is_own],
             label_places=is_own.nonzero()[:, 0],
-            loss_columns=batch.loss_columns and batch.loss_columns.of_labels(lambda values: values[is_own]),
+            loss_columns=columns,
             cu_seqlens=torch.from_numpy(padded_boundaries(ends - begins, num_boundaries)),
             max_seqlen=_max_seqlen(ends - begins, num_boundaries),
             keys=KeyPieces(

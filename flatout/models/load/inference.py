@@ -68,7 +68,8 @@ def resolve_model_paths(target: str, *, base: str | None = None, results: str = 
             base, revision = _base_of_run(file)
     if not (folder / ADAPTER_CONFIG).is_file():
         name = str(folder) if folder.is_dir() else target
-        _refuse_base(base, target)
+        if base is not None and Path(target).is_dir():  # it would not be used
+            raise UsageError(f"base={base}: {target} has no adapter, it is a whole model; leave base out")
         return ModelPaths(base=name, revision=None, adapter=None, tokenizer=name)
     if base is None:
         require_files(folder)
@@ -95,12 +96,6 @@ def _base_of_run(file: Path) -> tuple[str, str | None]:
             [Fix({"method": "full"}, "keeps what is trained")],
         )
     return base, revision
-
-
-def _refuse_base(base: str | None, target: str) -> None:
-    """Raise UsageError for the base of a folder that has no adapter: it would not be used."""
-    if base is not None and Path(target).is_dir():
-        raise UsageError(f"base={base}: {target} has no adapter, it is a whole model; leave base out")
 
 
 def _refuse_absent(base: str, adapter: Path) -> None:

@@ -137,10 +137,6 @@ class FusedLora(nn.Module):
             b_scales=zeros(len(self.ranks), largest, dtype=scale_dtype, needed=terms_backward),
         )
 
-    def _folded_scales(self) -> Tensor:
-        """Return the weights' scales fp32 (sum of N_i,), rounded as when they multiply outputs' gradients."""
-        return self.get_buffer("storage_0").to(self.members[0].compute_dtype).float()
-
     @property
     def _copies(self) -> _Copies:
         return _Copies(*(getattr(self, name) for name in _Copies._fields))
@@ -158,7 +154,9 @@ class FusedLora(nn.Module):
                 a_copy = a_copy._replace(terms=copies.a_terms[:, ranks], scales=copies.a_scales[0, ranks])
             b_copy = MatrixCopy(member.lora_b, member.scaling, [b.t()], transposed=True)
             if copies.b_terms is not None and copies.b_scales is not None:
-                divisor = self._folded_scales()[columns] if self.product.fp8_forward else None
+                divisor = None
+                if self.product.fp8_forward:  # the weights' scales, rounded as when they multiply outputs' gradients
+                    divisor = self.get_buffer("storage_0")[columns].to(member.compute_dtype).float()
                 terms, scales = copies.b_terms[:, : member.rank, columns], copies.b_scales[index, : member.rank]
                 b_copy = b_copy._replace(terms=terms, scales=scales, divisor=divisor)
             current += [a_copy, b_copy]

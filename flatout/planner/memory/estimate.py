@@ -288,8 +288,11 @@ class MemoryModel:
         """Return the bytes of LoRA's base: the blocks' linear layers quantized, or all of it in the compute dtype."""
         num_base, storage = self.shape.num_params, self.settings.base.storage
         if storage == "model":
-            dense = num_base * self.widths.compute
-            return dense + (self._backward_copies_bytes if self.settings.base.backward == "fp8" else 0)
+            # base.backward: fp8 keeps copies of linear layers, with a scale per input
+            copied = self.shape.layers if self.settings.base.backward == "fp8" else ()
+            linears = [linear for layer in copied for linear in layer.linears]
+            copies = sum(linear.num_experts * (linear.num_weights + 4 * linear.num_in) for linear in linears)
+            return num_base * self.widths.compute + copies
         linears = [linear for layer in self.shape.layers for linear in (*layer.linears, *self._grouped(layer))]
         num_linear = sum(linear.num_experts * linear.num_weights for linear in linears)
         # experts have a scale for each unit between their two products
@@ -297,12 +300,6 @@ class MemoryModel:
         fp8 = num_linear + 4 * sum(linear.num_experts * count for linear, count in zip(linears, units, strict=True))
         stored = fp8 if storage == "fp8" else int(num_linear * NF4_BYTES)
         return (num_base - num_linear) * self.widths.compute + stored
-
-    @property
-    def _backward_copies_bytes(self) -> int:
-        """Bytes of float8 copies of the decoder's linear layers, with a scale per input (`base.backward: fp8`)."""
-        linears = (linear for layer in self.shape.layers for linear in layer.linears)
-        return sum(linear.num_experts * (linear.num_weights + 4 * linear.num_in) for linear in linears)
 
     def _layer_bytes(self, num_tokens: int, *, with_mlp: bool = True) -> float:
         """Return the bytes that one layer saves for its backward pass without recomputation.

@@ -1,6 +1,7 @@
 import json
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 from pydantic import BaseModel
@@ -13,6 +14,7 @@ from flatout.config.read import load_config, make_config
 from flatout.config.rewards import RewardConfig
 from flatout.config.schema import Config, DataConfig, SourceConfig
 from flatout.data.build import open_or_build
+from flatout.errors import UsageError
 
 CHANGED = {
     "name": "changed",
@@ -181,6 +183,28 @@ def test_schema_is_the_models_own(tmp_path, capsys):
     assert schema["$defs"]["LoraConfig"]["properties"]["rank"]["description"].startswith("Rank of the adapter")
     assert main(["init", "--schema", str(tmp_path / "flatout.schema.json")]) == 0
     assert json.loads((tmp_path / "flatout.schema.json").read_text()) == schema
+
+
+@pytest.mark.parametrize(
+    ("values", "is_taken"),
+    [
+        ({"model": "m", "data": "d", "objective": "grpo", "track": "wandb"}, True),
+        ({"rollout": {"rounds": 1, "rewards": "number"}, "track": {"to": "wandb"}}, True),
+        ({"rollout": {"rounds": 1, "rewards": ["number", {"path": "r.py:f"}]}, "data": {"sources": ["a.jsonl"]}}, True),
+        ({"data": ["a.jsonl", {"path": "b.jsonl"}]}, True),
+        ({"rollout": {"rounds": 1, "rewards": 3}}, False),
+        ({"data": {"sources": [3]}}, False),
+        ({"track": {"to": 3}}, False),
+    ],
+)
+def test_an_editor_takes_the_short_forms_that_a_file_may_have(values, is_taken):
+    values = {"model": "m", **values}
+    assert jsonschema.Draft202012Validator(Config.model_json_schema()).is_valid(values) == is_taken
+    if is_taken:
+        make_config(values)
+    else:
+        with pytest.raises(UsageError):
+            make_config(values)
 
 
 def test_the_way_back_to_the_defaults_is_complete():

@@ -28,9 +28,15 @@ def groups():
     ]  # fmt: skip
 
 
+def opened(folder, rank):
+    journal = Journal(folder, {"seed": "one"}, rank)
+    journal.open()
+    return journal
+
+
 def test_a_journal_goes_on_behind_what_a_crash_left(tmp_path):
     first, second, third = groups()
-    one, other = (Journal(tmp_path, {"seed": "one"}, rank) for rank in (0, 1))
+    one, other = (opened(tmp_path, rank) for rank in (0, 1))
     unscored = Group(first.place, first.prompt, first.answers)
     one.add(unscored)
     other.add(second)
@@ -40,17 +46,21 @@ def test_a_journal_goes_on_behind_what_a_crash_left(tmp_path):
     other.close()
     with (tmp_path / "rank-1.journal").open("a") as file:
         file.write("[2, 12, [[[20")
-    again = Journal(tmp_path, {"seed": "one"}, 1)
+    again = opened(tmp_path, 1)
     assert again.groups() == {0: first, 1: second}, "scored ones replace others, whatever rank scored them"
     again.add(third)
     again.close()
-    only = Journal(tmp_path, {"seed": "one"}, 0)
+    only = opened(tmp_path, 0)
     assert only.groups() == {0: first, 1: second, 2: third}
     only.close()
     file = tmp_path / "rank-1.journal"
     file.write_bytes(file.read_bytes().replace(b"-0.25", b"-0.75", 1))  # of the line of the second
     assert only.groups() == {0: first, 2: third}, "a damaged line is sampled again"
-    assert Journal(tmp_path, {"seed": "other"}, 0).groups() == {}
+    assert only.drop_others() == ""
+    assert only.groups() == {0: first, 2: third}
+    changed = Journal(tmp_path, {"seed": "other"}, 2)
+    assert (changed.groups(), changed.drop_others()) == ({}, "seed"), "of whatever ranks they are"
+    assert not [*tmp_path.iterdir()]
 
 
 def test_the_store_of_a_round_has_what_is_trained(tiny, tmp_path):

@@ -97,13 +97,14 @@ def test_a_log_of_rounds_has_a_line_each_with_the_reward_and_no_more_signs_of_li
             screen.pass_time(seconds)
         reporter.record(replace(ROUND, step=index, round=index + 1, reward=index / 80))
         screen.note()
-        reporter.record(replace(STEP, step=index + 1, num_steps=40))
+        metrics = {"clip": 0.0, "entropy": 0.7, "mismatch/k3": 1e-5}
+        reporter.record(replace(STEP, step=index + 1, num_steps=40, metrics=metrics))
         screen.note()
     lines = screen.text.splitlines()
     assert [line.split()[2] for line in lines if line.startswith("...")] == ["1:"] * 4 + ["40:"] * 3
     assert lines[-2:] == [
         "round      40: reward 0.4875  300 tokens  10.0% cut  25.0% no signal  900 tok/s",
-        "step       40/40  reward 0.4875  loss 2.5000  0:01:00 left  1,000 tok/s",
+        "step       40/40  reward 0.4875  entropy 0.7  0:01:00 left  mismatch/k3 1e-05",
     ]
     assert max(map(len, lines)) <= 80
     assert screen.longest_silence_s() <= 60
@@ -213,7 +214,7 @@ def test_a_launcher_shows_rank_0_as_it_is_in_a_pipe_and_with_a_bar_on_a_terminal
         file.write("".join(json.dumps(record) + "\n" for record in records))
     output.flush()
     screen.pass_time(0.5)
-    assert "━ 5/100  reward 0.25  loss 4.0000" in screen.text
+    assert "━ 5/100  reward 0.25  0:01:00 left" in screen.text, "a policy's loss says nothing"
 
 
 # the stages of a start, in order, and those that a terminal shows unless all are asked for

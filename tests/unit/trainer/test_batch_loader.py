@@ -215,6 +215,10 @@ def test_memory_is_not_given_out_again_while_a_late_kernel_reads_it():
 def test_a_mask_with_other_labels_than_the_plan_counts_is_refused():
     loader = make_loader(Store())
     planned = micro_batch(1, 2)
-    with pytest.raises(DataError, match=r"samples \[1, 2\] have \d+ label tokens, but the plan counts"):
-        list(loader.batches([replace(planned, num_label_tokens=planned.num_label_tokens + 1)]))
+    wrong = [replace(planned, num_label_tokens=planned.num_label_tokens + 1)]
+    with pytest.raises(DataError, match=r"samples \[1, 2\] have \d+ label tokens, .*; rebuild the data set"):
+        list(loader.batches(wrong))
+    loader.read_from(loader.store)
+    with pytest.raises(DataError, match="start the run again, which checks the answers of the round"):
+        list(loader.batches(wrong))
     loader.close()

@@ -17,10 +17,12 @@ import torch
 from flatout.cli.main import main
 from flatout.config.objective import ObjectiveConfig
 from flatout.config.optim import OptimConfig
-from flatout.config.read import dump_config
+from flatout.config.read import dump_config, make_config
 from flatout.errors import NumericError, PreemptedError
+from flatout.objectives.load import load_objective
 from flatout.planner.steps.step_plan import StepPlan
 from flatout.trainer.run import train
+from flatout.trainer.run_data import lr_note
 from flatout.trainer.state import StopRequest
 from flatout.trainer.step_guards import require_finite
 from tests.usual import usual
@@ -129,7 +131,7 @@ def make_run(folder: Path, **gradients: list[float] | None) -> Any:
     loader = SimpleNamespace(store=SimpleNamespace(origin=origin_of))
     config = SimpleNamespace(folder=folder, method="lora", objective=ObjectiveConfig(), optim=OptimConfig())
     config.model = SimpleNamespace(init="pretrained")
-    planned = SimpleNamespace(objective=None)
+    planned = SimpleNamespace(objective=None, shape=SimpleNamespace(num_params=10**9))
     return SimpleNamespace(config=config, planned=planned, named_parameters=named, loader=loader)
 
 
@@ -213,6 +215,22 @@ def test_a_usual_run_is_not_said_to_have_diverged(taught, tiny, tmp_path, capsys
         train(tiny.config(tmp_path / name, batch={"max_steps": 5}, **settings))
         assert not diverged(tmp_path / name)
     assert "times the usual" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "lr", "num_params", "is_told"),
+    [
+        ("lora", "grpo", 2e-4, 596e6, False), ("lora", "grpo", 3e-4, 200e6, False), ("lora", "grpo", 2e-4, 8e9, True),
+        ("full", "grpo", 6e-4, 623_360, False), ("full", "grpo", 6e-4, 135e6, True), ("lora", "grpo", 2e-2, 1e5, True),
+        ("lora", "dpo", 5e-6, 8e9, False), ("lora", "dpo", 5e-5, 8e9, True),
+        ("lora", "cross_entropy", 5e-3, 8e9, False), ("lora", "cross_entropy", 0.5, 1e5, True),
+    ],
+)  # fmt: skip
+def test_a_rate_is_told_that_is_far_too_great_for_a_model_of_its_size(method, kind, lr, num_params, is_told):
+    config = make_config({"model": "m", "method": method, "objective": kind, "optim": {"lr": lr}})
+    note = lr_note(config, load_objective(config.objective), num_params)
+    assert bool(note) == is_told
+    assert ("models of this size rarely take more than" in note) == is_told
 
 
 def test_a_loss_that_overflows_names_the_rate(taught, tiny, tmp_path):

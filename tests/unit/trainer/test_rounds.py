@@ -30,6 +30,7 @@ from flatout.track.summary import summarize
 from flatout.trainer.planned_run import open_and_plan
 from flatout.trainer.replay import replay
 from flatout.trainer.run import train
+from flatout.view.report import run_fragment
 
 QUESTIONS = ("Sort the words", "Count up", "Say it backwards", "Who are you?", "Spell cat", "What is next?")
 # lines of the answer, counted by a person's own function; a second one that is only reported
@@ -254,6 +255,13 @@ def test_a_run_that_has_not_sampled_has_a_plan_of_its_rounds_and_no_step_to_veri
     assert f"{4 * 2 * 3 * 6} of them sampled" in rows["tokens"]
     assert all("at most" in rows[name] for name in ("tokens", "compute", "time"))
     assert {"memory per rank", "while sampling"} <= rows.keys()
+    assert main(["plan", str(file), "--step", "3"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "step 3, round 2: at most 2 prompts with 6 answers in all, which the round samples" in said
+    assert main(["plan", str(file), "--step", "3", "--json"]) == 0
+    step = json.loads(capsys.readouterr().out)
+    assert (step["round"], step["most_answers"], step["most_tokens"]) == (2, 6, 6 * step["most_tokens_with_prompt"])
+    assert "sample_ids" not in step, "nobody knows them"
     # these mean nothing before answers are there
     assert not any(word in out for word in ("units", "balance", "padding", "prefixes", "samples"))
     assert main(["plan", str(file), "--json"]) == 0
@@ -277,6 +285,9 @@ def test_rounds_and_their_answers_are_listed(ran, capsys):
     assert main(["rollouts", str(ran)]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 4, "a head, two rounds, and the last evaluation"
     assert main(["rollouts", str(ran), "--round", "2", "--best", "1", "--worst", "1"]) == 0
+    for record in load(ran).log.held_out:
+        held_out = [one.reward for one in record.shown]
+        assert record.reward_stderr == pytest.approx(np.std(held_out, ddof=1) / len(held_out) ** 0.5)
     answers = load(ran).rollouts(2)
     # what the function returned, and not what 32 bits keep of it
     for one in answers.answers:
@@ -323,6 +334,21 @@ def test_a_round_without_a_signal_changes_nothing_and_is_counted(world, tiny):
     before = load_file(tiny.model_dir / "model.safetensors")
     assert all(torch.equal(value, final(world.root / "same")[name]) for name, value in before.items())
     assert "no step changed the model: all rewards of each group were equal, so" in summarize(log).warnings[0]
+
+
+def test_answers_that_nothing_scores_are_shown(world, capsys):
+    (world.root / "silent.py").write_text("def silent(answer, row):\n    return None\n")
+    rollout = {"rounds": 1, "steps": 1, "prompts": 2, "rewards": [f"{world.root}/silent.py:silent"]}
+    folder = world.root / "silent"
+    train(world("silent", rollout=rollout, eval={"every_steps": 1}))
+    capsys.readouterr()
+    assert main(["rollouts", str(folder), "--round", "1", "--best", "2"]) == 0
+    said, log = capsys.readouterr().out, load(folder).log
+    assert "no answer was scored, so there was nothing to learn from; its record has 6 of 6 answers" in said
+    assert said.count("--- not scored (silent -)") == 5
+    assert f">>> {printable(log.rounds[0].shown[4].answer.strip())}" in said
+    assert [(one.reward, one.reward_stderr, len(one.shown)) for one in log.held_out] == [(None, None, 2)] * 2
+    assert "not scored (silent -)" in run_fragment(log)
 
 
 @pytest.mark.parametrize("last", ["", "    return 0.0\n"])
@@ -437,6 +463,9 @@ def late(answer, row):
         train(config)
     assert "journal" not in capsys.readouterr().out
     file.write_text(code + "# changed\n")
+    # left by another rank of a start with two
+    journal = config.folder / "rollouts/.round-000001/rank-0.journal"
+    journal.rename(journal.with_name("rank-1.journal"))
     with pytest.raises(UsageError, match=r"late\.py:3"):
         train(config)
     assert "round_again" in capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from threading import Event, Timer
@@ -14,6 +15,7 @@ from warm_process import WarmProcess
 
 from flatout.config.read import dump_config
 from flatout.io.stop_signals import StopSignals, announcing_stop
+from flatout.track.callback import Reporter
 
 # one pass waits in a C function for a byte in the pipe `pass_over`; signals go to other threads meanwhile, as in a
 # backward pass, which leaves no instruction of Python to the main thread
@@ -77,3 +79,15 @@ def test_a_signal_that_the_program_handles_itself_is_not_announced():
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert own == [signal.SIGUSR1]
+
+
+@pytest.mark.parametrize(
+    "block", [lambda: Reporter().telling_slow_callbacks(), lambda: announcing_stop(lambda: None, {signal.SIGTERM})]
+)
+def test_no_thread_outlives_its_block(block):
+    """One that ends while Python exits may free the run's tensors, which aborts the process after it printed all."""
+    before = {*threading.enumerate()}
+    for _ in range(20):
+        with block():
+            assert {*threading.enumerate()} - before
+        assert not {*threading.enumerate()} - before

@@ -110,7 +110,7 @@ def test_the_page_shows_the_figures_of_the_files(folder):
     assert f"{log.steps[-1].loss:.4f}" in page.text
     assert f"{best.eval_loss:.4f}" in page.text
     assert f"{log.steps[-1].peak_memory_bytes / 2**30:.2f} GiB" in page.text
-    of_plan = {name: actual for name, _, actual in plan_rows(log)}
+    of_plan = {name: actual for name, _, actual in plan_rows(log, summarize(log))}
     told = {name: value for name, value, _ in headline(summarize(log))}
     assert (of_plan["tokens"], of_plan["steps"]) == (told["Tokens"], told["Steps"]), "counted in one way"
     charts = ("GPU power", "GPU use")
@@ -132,11 +132,11 @@ def test_rounds_over_the_run_and_the_newest_held_out_prompts_show_their_answers(
         figures = dict.fromkeys(("num_unscored", "num_trained", "sample_s", "score_s", "wait_s"), 0)
         rates = dict.fromkeys(("mean_answer_tokens", "cut_share", "no_signal_share", "new_tokens_per_s"), 1.0)
         writer.on_round(RoundRecord(index, index + 1, None, 1, **figures, **rates, shown=rated))
-        writer.on_round(HeldOutRecord(index, 0.25, 0, 1.0, shown=()))
+        writer.on_round(HeldOutRecord(index, 0.25, 0, 1.0, shown=(), reward_stderr=0.125))
     text = " ".join(Page(whole_page("run", run_fragment(read_run(folder)))).text.split())
     assert re.findall("said in ([0-9]+)", text) == ["19", "15", "11", "7", "3", "0"]
-    assert "reward 0.375 · exact - · length 1 asked in 3 answer said in 3" in text
-    assert re.findall("Held-out prompts after step ([0-9]+) · mean reward 0.25", text) == ["19"]
+    assert "reward 0.375 (exact -, length 1) asked in 3 answer said in 3" in text
+    assert re.findall("Held-out prompts after step ([0-9]+) · mean reward 0.25 ± 0.12", text) == ["19"]
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def of_rounds(tmp_path):
     writer.on_start(run_start(folder, 20, 1, rng, {"name": "policy", "rollout.rounds": 5}))
     empty: dict[str, Any] = {"loss": None, "lr": None, "grad_norm": None, "token_accuracy": None, "metrics": {}}
     for step, held_out in zip(range(0, 21, 4), (0.25, 0.5, 0.75, None, 0.5, 0.5), strict=True):
-        writer.on_round(HeldOutRecord(step, held_out, 8, 1.0))
+        writer.on_round(HeldOutRecord(step, held_out, 8, 1.0, reward_stderr=held_out and 0.08))
         if step < 20:
             figures = (64, 0, 48 * (step != 8), 9.0 + step, 0.0, float(step == 8), 2.0, 1.0, 0.0, 900.0)
             writer.on_round(RoundRecord(step, step // 4 + 1, 0.1 + step / 100, *figures))
@@ -159,30 +159,36 @@ def of_rounds(tmp_path):
 
 
 def test_a_run_of_rounds_is_judged_by_its_held_out_reward(of_rounds, capsys):
-    summary = {"first": 0.25, "last": 0.5, "best": 0.75, "best_step": 8, "kind": "held_out"}
+    summary = {"first": 0.25, "last": 0.5, "best": 0.75, "best_step": 8, "kind": "held_out", "stderrs": [0.08] * 3}
     for kind in ("html", "md", "json"):
         assert report(of_rounds, "--format", kind) == 0
     shown = capsys.readouterr().out
     for line in (
-        "| Held-out reward | 0.5 | 0.25 at the first evaluation |",
-        "| Best held-out reward | 0.75 | after step 8 |",
+        "| Held-out reward | 0.5 ± 0.08 | 0.25 ± 0.08 at the first evaluation |",
+        "| Best held-out reward | 0.75 ± 0.08 | after step 8 |",
+        "| round | step | reward | held out | tokens | cut | no signal | new tok/s |",
+        "| 2 | 4 | 0.14 | 0.5 ± 0.08 | 13 | 0.0% | 0.0% | 900 |",
+        "| – | 20 | – | 0.5 ± 0.08 | – | – | – | – |",
+        "| 8 | 0.75 ± 0.08 | best |",
     ):
         assert line in shown
-    assert "| 8 | 0.75 | best |" in shown
-    assert "got worse after step 8" in shown
+    assert "got worse after step 8, 0.75 ± 0.08 to 0.5 ± 0.08" in shown
     assert json.loads(shown[shown.index("{\n") :])["runs"][0]["summary"]["evaluation"] == summary
     page = Page((of_rounds / "report.html").read_text())
     text = " ".join(page.text.split())
-    assert "Held-out reward 0.5 0.25 at the first evaluation Best held-out reward 0.75 after step 8" in text
+    assert "Held-out reward 0.5 ± 0.08 0.25 ± 0.08 at the first evaluation" in text
+    first, *_ = (chart for chart in page.charts if chart["kind"] == "lines")
+    assert [one["name"] for one in first["series"]] == ["held out", "round"], "not the loss, which says nothing"
     # bounds, and nothing of packing, before answers are there
     assert "tokens at most" in text
     assert "Training loss" not in shown + text
     assert "padding avoided" not in shown + text
     assert main(["runs", str(of_rounds.parent)]) == 0
-    assert re.search(r"reward +0.25 +0.5 +0.75 @8 ", capsys.readouterr().out)
+    assert re.search(r"reward +0.25 ± 0.08 +0.5 ± 0.08 +0.75 ± 0.08 @8 ", capsys.readouterr().out)
     assert main(["watch", str(of_rounds)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "held_out   0.25 first, 0.5 last, 0.75 best, after step 8" in lines
+    assert "held_out   0.25 ± 0.08 first, 0.5 ± 0.08 last, 0.75 ± 0.08 best, after step 8" in lines
+    assert "held_out   step 20: reward 0.5 ± 0.08  8 answers" in lines
     assert "reward     0.1 first, 0.26 last" in lines
     # as the run printed them
     first = [line.split()[0] for line in lines[:3]]
@@ -190,6 +196,14 @@ def test_a_run_of_rounds_is_judged_by_its_held_out_reward(of_rounds, capsys):
     svg = loss_svg(read_run(of_rounds))
     assert "reward by step" in svg
     assert "nan" not in svg
+
+
+def test_rewards_are_worse_beyond_twice_the_error_of_their_difference(of_rounds):
+    """That is 0.25 here for errors of 0.0884; a run of before they were recorded has none, and no such warning."""
+    log = read_run(of_rounds)
+    for stderr, is_told in ((0.085, True), (0.092, False), (None, False)):
+        held_out = [replace(one, reward_stderr=one.reward and stderr) for one in log.held_out]
+        assert ("got worse" in str(summarize(replace(log, held_out=held_out)).warnings)) == is_told
 
 
 def test_skipped_steps_are_gaps_and_what_never_changes_takes_no_chart(of_rounds):

@@ -168,7 +168,8 @@ def alpaca_columns(row: Mapping[str, Any]) -> tuple[dict[str, str], str] | None:
     """
     texts = {
         name: value[0] if isinstance(value, list) else value for name, value in row.items()
-        if (isinstance(value, str) and value.strip()) or (name == "answers" and _are_texts(value))
+        if (isinstance(value, str) and value.strip())
+        or (name == "answers" and isinstance(value, list) and {*map(type, value)} == {str})
     }  # fmt: skip
     used = list[str]()
 
@@ -193,10 +194,6 @@ def alpaca_columns(row: Mapping[str, Any]) -> tuple[dict[str, str], str] | None:
     columns |= {name: own for name, own in ours.items() if own is not None and (own != name or name == "reasoning")}
     left = [name for name, value in row.items() if value not in (None, "", []) and name not in (*used, *_READ)]
     return columns, "; ".join(filter(None, [remark, f"not read then: {', '.join(left)}" if left else ""]))
-
-
-def _are_texts(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(one, str) for one in value)
 
 
 def unreadable(

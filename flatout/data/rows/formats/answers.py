@@ -226,7 +226,8 @@ def _conversations(row: Row, given: Sequence[Given]) -> tuple[Conversation, ...]
     if len(read) > 1:
         num_common = _num_common(read, [place for place, _ in given])
     else:
-        num_common = num_asked or _after_question(read[0])
+        asking = (place for place, message in enumerate(read[0].messages, start=1) if message.role == "user")
+        num_common = num_asked or max(asking, default=0)
     for turns in read:
         _check_answer(turns, num_common)
         turns.messages[:num_common] = [replace(message, train=False) for message in turns.messages[:num_common]]
@@ -267,11 +268,6 @@ def _check_prompt(asked: TurnReader | None, whole: TurnReader, place: str) -> No
     for message, name in zip(asked.messages, asked.places, strict=True) if asked else ():
         if message.content.strip() not in said:
             raise FieldError(f"{name} is not among the messages of {place}, which begins with a prompt of its own")
-
-
-def _after_question(turns: TurnReader) -> int:
-    """Return where the turns behind the last question begin; 0 without one."""
-    return max((place + 1 for place, message in enumerate(turns.messages) if message.role == "user"), default=0)
 
 
 def _num_common(read: Sequence[TurnReader], places: Sequence[str]) -> int:

@@ -71,7 +71,8 @@ def parse_tokens(row: Row) -> TokenRow:
         raise FieldError(f"{' and '.join(masks)} both set which tokens carry loss; keep one")
     if masks == [labels]:
         flags = [list[bool]()]
-        for index, (label, token_id) in enumerate(zip(beside(labels, _label_at), token_ids, strict=True)):
+        ids = beside(labels, lambda value, at: value if value == _IGNORED_LABEL else check_token_id(value, at))
+        for index, (label, token_id) in enumerate(zip(ids, token_ids, strict=True)):
             if label not in (_IGNORED_LABEL, token_id):
                 said = f"{labels}[{index}] is {label}, but {column}[{index}] is {token_id}"
                 raise FieldError(f"{said}; a label is -100 or the token at the same index (not shifted)")
@@ -88,7 +89,3 @@ def check_token_id(value: object, place: str) -> int:
     if value < 0:
         raise FieldError(f"{place} is {value}; token ids start at 0")
     return value
-
-
-def _label_at(value: object, place: str) -> int:
-    return _IGNORED_LABEL if value == _IGNORED_LABEL else check_token_id(value, place)
