@@ -13,6 +13,7 @@ from flatout.errors import Fix, FlatoutError, ResourceError, UsageError, path_er
 from flatout.io.host_memory import host_memory_error
 from flatout.io.redact import printable, redacted
 from flatout.io.redact import rows as rows
+from flatout.io.redact import wrapped as wrapped
 
 LONGEST_LINE = 700
 
@@ -60,7 +61,7 @@ def exit_code_of(run: Callable[[], int], spell: Callable[[Fix], str] | None = No
             line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} ... ({len(line):,} characters)"
             for line in printable(redacted(spelled(error, spell or error.spell))).split("\n")
         ]
-        print("error: " + "\n".join(shown), file=sys.stderr)
+        print(wrapped("error: " + "\n".join(shown), sys.stderr), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.text import Text
 
 from flatout.api.data import REGISTRY, TokenStore, data_sets, load_tokenizer, open_data_set
+from flatout.cli import screen
 from flatout.cli.parser import Parser
-from flatout.cli.screen import COLUMN_FORM, WIDTH, aligned, import_without_gc, pairs_of, progress_console, with_columns
+from flatout.cli.screen import COLUMN_FORM, WIDTH, import_without_gc, pairs_of, progress_console, say, with_columns
 from flatout.config.describe import describe_setting
 from flatout.config.objective import REWARD
 from flatout.config.problems import problem_of, problems_error
@@ -124,7 +125,7 @@ def _config(args: argparse.Namespace) -> DataConfig:
 def _build(args: argparse.Namespace) -> None:
     config = _config(args)
     number = "all" if config.num_samples is None else config.num_samples
-    print(printable(redacted(f"Loading {number} samples from {', '.join(args.paths)}...")), flush=True)
+    say(printable(redacted(f"Loading {number} samples from {', '.join(args.paths)}...")))
     with progress_console() as console:
         console.on_phase("importing libraries")
         import_without_gc("flatout.data.build")
@@ -149,9 +150,9 @@ def _build(args: argparse.Namespace) -> None:
         for index in range(min(3, store.num_samples)):
             print(f"\n--- Sample {index + 1} ---")
             print(printable(tokenizer.decode(store.sample(index).token_ids.tolist(), skip_special_tokens=False)))
-    print(f"\nDataset saved to: {store.folder}")
+    say(f"\nDataset saved to: {store.folder}")
     print(f"Registry updated: {config.root / REGISTRY}")
-    print(f'Dataset "{config.name}" has been successfully built and saved!')
+    say(f'Dataset "{config.name}" has been successfully built and saved!')
 
 
 def _show(args: argparse.Namespace) -> None:
@@ -166,7 +167,9 @@ def _show(args: argparse.Namespace) -> None:
         _show_prompts(Path(args.name), count)
         return
     store = open_data_set(args.name, args.root)
-    tokenizer = load_tokenizer(store.meta.tokenizer, added=store.meta.added_tokens) if count > 0 else None
+    with progress_console() as console:
+        console.on_phase("loading the tokenizer")
+        tokenizer = load_tokenizer(store.meta.tokenizer, added=store.meta.added_tokens) if count > 0 else None
 
     def decode(token_ids: list[int]) -> str:
         parts = shortened(token_ids, store.num_pictures > 0)
@@ -179,7 +182,7 @@ def _show(args: argparse.Namespace) -> None:
         content = samples_page(store, decode, count)
         out = Path(f"{store.meta.name}.html") if args.out is None else args.out
         facts = write_output(out, content.encode(), "html")
-        print(f"{out.absolute()}  {facts.size_bytes / 1e6:.1f} MB")
+        say(f"{out.absolute()}  {facts.size_bytes / 1e6:.1f} MB")
     elif _print_samples(store, decode, count):
         _print_facts(store)
 
@@ -223,7 +226,7 @@ def _print_samples(store: TokenStore, decode: Decode, count: int) -> bool:
         token_ids, loss_mask = store.sample(index).pair
         sizes = f"{len(token_ids)} tokens, {int(store.num_label_tokens[index])} with loss"
         worth = "".join(f", {name} {store.extra[name][index]:g}" for name in ("label", REWARD) if name in store.extra)
-        console.print(f"--- Sample {index + 1} ({store.origin(index)}, {sizes}{worth}) ---")
+        say(f"--- Sample {index + 1} ({store.origin(index)}, {sizes}{worth}) ---")
         console.print(_colored(token_ids, loss_mask, decode))
         console.print("".join(f"{line}\n" for line in picture_lines(store, index)))
     return True
@@ -275,9 +278,9 @@ def _print_facts(store: TokenStore) -> None:
     for name in sorted(store.extra):
         column = store.columns[name]
         lines.append(f"column {name}: {column.dtype} per {column.per}: {column.meaning}")
-    print("\n".join([*map(printable, lines), *statistics_lines(store)]))
+    say("\n".join([*map(printable, lines), *statistics_lines(store)]))
     if meta.counts:
-        print(f"{store.folder / 'report.json'} lists every row that was dropped or truncated")
+        say(f"{store.folder / 'report.json'} lists every row that was dropped or truncated")
 
 
 def _template(args: argparse.Namespace) -> None:
@@ -308,4 +311,4 @@ def _list(args: argparse.Namespace) -> None:
     for entry in entries:
         count, template, sources = f"{entry.num_samples:,}", entry.template or "none", ", ".join(entry.sources)
         rows.append((entry.name, count, entry.loss_type, entry.created, entry.tokenizer, template, sources))
-    print("\n".join(map(printable, aligned(rows))))
+    print("\n".join(map(printable, screen.fitted(rows, (0, 4, 5, 6)))))

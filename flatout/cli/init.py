@@ -11,7 +11,7 @@ from typing import Any
 
 from flatout.api.commands import require_yaml, write_new
 from flatout.api.data import first_row, row_type
-from flatout.cli.screen import COLUMN_FORM, pairs_of, with_columns
+from flatout.cli.screen import COLUMN_FORM, pairs_of, say, with_columns
 from flatout.config.describe import Which, changed_settings, render_template
 from flatout.config.schema import NAME_PATTERN, Config, DataConfig, EvalConfig, ModelConfig, SourceConfig
 from flatout.data import registry
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> None:
         intro.append("To use your own data, set data.name and data.sources.")
     which: Which = "advanced" if args.advanced else "all" if args.all else "first"
     write_new(path, render_template(config, intro, which=which))
-    print(_next(path, args.data, model))
+    say(_next(path, args.data, model))
     if args.data is None and not ((DEMO_DIR / TRAIN_FILE).exists() and (DEMO_DIR / MODEL_DIR).exists()):
         from flatout.demo.write import write_demo
 

@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from flatout.cli.screen import import_transformers, progress_console
+from flatout.cli.screen import import_transformers, progress_console, say
 from flatout.view.open_runs import find_run
 
 
@@ -27,4 +27,4 @@ def run(args: argparse.Namespace) -> None:
     with progress_console() as console:
         console.on_phase(f"merging {args.target}")
         merged = merge_adapter(str(args.target), args.out, base=args.base, device=args.device)
-    print(merged)
+    say(merged)

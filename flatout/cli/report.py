@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from flatout.cli.screen import say
 from flatout.io.own_output import write_output
 from flatout.view.facts import json_report, markdown_report
 from flatout.view.open_runs import find_run, open_runs
@@ -33,4 +34,4 @@ def run(args: argparse.Namespace) -> None:
             return
     out = args.out or (one.folder if one else Path()) / "report.html"
     facts = write_output(out, content.encode(), args.format)
-    print(f"{out.absolute()}  {facts.size_bytes / 1e6:.1f} MB")
+    say(f"{out.absolute()}  {facts.size_bytes / 1e6:.1f} MB")

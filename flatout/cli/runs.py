@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from flatout.cli.screen import aligned
+from flatout.cli.screen import fitted, say
 from flatout.errors import UsageError
 from flatout.io.redact import printable
 from flatout.track.figures import short_count, short_time
@@ -27,12 +25,15 @@ _SORTS = {
 }  # fmt: skip
 _HEAD = ("run", "state", "tags", "steps", "figure", "before", "after", "best", "time", "size", "note", "model", "data")
 
+_TEXTS = {"run", "tags", "note", "model", "data"}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     add = parser.add_argument
     add("folder", nargs="?", type=Path, default=Path("runs"), metavar="FOLDER", help="folder of the runs (runs)")
-    add("--sort", choices=_SORTS, default="started", help="what to sort by; rows without it come last (started)")
+    sort = f"what to sort by: {', '.join(_SORTS)}; rows without it come last (started)"
+    add("--sort", choices=_SORTS, default="started", metavar="COLUMN", help=sort)
     add("--reverse", action="store_true", help="sort from the largest or last")
     add("--json", action="store_true", help="print JSON instead of a table")
     add("--tagged", metavar="TAG", help="list only runs with this tag")
@@ -62,9 +63,9 @@ def run(args: argparse.Namespace) -> None:
     elif not rows:
         print(f"no runs in {args.folder}; train one: flatout train run.yaml")
     else:
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        problems = [printable(problem) for row in rows for problem in row.problems]
-        print("\n".join([*_table([_HEAD, *map(_cells, rows)], width), *problems]))
+        print("\n".join(_table([_HEAD, *map(_cells, rows)])))
+        for problem in [printable(problem) for row in rows for problem in row.problems]:
+            say(problem)
 
 
 def _write_notes(args: argparse.Namespace) -> None:
@@ -99,9 +100,9 @@ def _cells(row: RunRow) -> tuple[str, ...]:
     return row.name, row.state, tags, steps, figure, *ends, *rest
 
 
-def _table(rows: list[tuple[str, ...]], width: int | None) -> list[str]:
-    """Return aligned lines, without columns that say nothing; their ends are cut to the width of a terminal."""
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Return aligned lines, without columns that say nothing; they fit a terminal."""
     nothing = {"tags": "-", "note": "-", "figure": "loss"}
     is_shown = [{*cells} != {nothing.get(name)} for name, *cells in zip(*rows, strict=True)]
-    lines = aligned([[printable(cell) for cell in compress(row, is_shown)] for row in rows])
-    return lines if width is None else [line if len(line) <= width else line[: width - 1] + "…" for line in lines]
+    texts = [index for index, name in enumerate(compress(_HEAD, is_shown)) if name in _TEXTS]
+    return fitted([[printable(cell) for cell in compress(row, is_shown)] for row in rows], texts)

@@ -6,12 +6,13 @@ import gc
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, TypeVar
 
 from flatout.environment import environment, require_docstrings, set_environment
 from flatout.errors import Fix, UsageError
 from flatout.io.redact import WIDTH as WIDTH
-from flatout.io.redact import printable
+from flatout.io.redact import printable, wrapped
 from flatout.io.redact import rows as rows
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from flatout.track.console import ConsoleCallback
 
 T = TypeVar("T")
+# a column of texts gives way to the width of a terminal down to so many characters
+LEAST_TEXT = 20
 COLUMN_FORM = "FLATOUT_NAME=YOUR_COLUMN, such as instruction=question"
 
 
@@ -99,6 +102,27 @@ def aligned(table: Sequence[Sequence[str]]) -> list[str]:
     """Return rows as lines whose columns are as wide as their longest cell."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+
+
+def say(text: str) -> None:
+    """Print a text, in 80 columns at a terminal."""
+    print(wrapped(text, sys.stdout), flush=True)
+
+
+def fitted(table: Sequence[Sequence[str]], texts: Iterable[int]) -> list[str]:
+    """Return rows as `aligned` does; on a terminal, they fit its width: the columns `texts` give, then the ends."""
+    if not sys.stdout.isatty():
+        return aligned(table)
+    width, widths = get_terminal_size().columns, [max(map(len, column)) for column in zip(*table, strict=True)]
+    while sum(widths) + 2 * len(widths) - 2 > width and (wide := [one for one in texts if widths[one] > LEAST_TEXT]):
+        widths[max(wide, key=widths.__getitem__)] -= 1
+
+    def shortened(cell: str, room: int) -> str:
+        """The ends of a name say more than its middle."""
+        return cell if len(cell) <= room else f"{cell[: room // 2]}…{cell[len(cell) - (room - 1) // 2 :]}"
+
+    lines = aligned([[*map(shortened, row, widths)] for row in table])
+    return [line if len(line) <= width else line[: width - 1] + "…" for line in lines]
 
 
 def pairs_of(option: str, given: Iterable[str], form: str = "NAME=VALUE") -> dict[str, str]:

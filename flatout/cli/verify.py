@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import textwrap
+from typing import Literal
 
 from flatout.cli.parser import COUNT, Number, add_settings
-from flatout.cli.screen import WIDTH, import_transformers, show_gpus
+from flatout.cli.screen import WIDTH, import_transformers, progress_console, say, show_gpus
 from flatout.config.read import load_config
 
 COLUMNS = f"{'case':<33} {'ranks':>5} {'micro':>5} {'loss':>7} {'gradient':>8} {'norm':>7}  verdict"
@@ -48,12 +49,20 @@ def run(args: argparse.Namespace) -> None:
     has_gpus = config.device != "cpu" and torch.cuda.is_available()
     num_ranks = args.ranks or len(config.gpus or ()) or (torch.cuda.device_count() if has_gpus else 2)
     print(COLUMNS)
-    rows, notes = verify(
-        config, num_ranks=num_ranks, exact="fp64" if args.fp64 else "fp32", tolerance=args.tolerance, on_row=print_row
-    )
+    exact: Literal["fp32", "fp64"] = "fp64" if args.fp64 else "fp32"
+    with progress_console() as console:
+
+        def show(row: Comparison) -> None:
+            console.on_phase("")  # off the screen
+            console.tick()
+            print_row(row)
+            console.on_phase("computing the next rows")
+
+        console.on_phase("computing the first row")
+        rows, notes = verify(config, num_ranks=num_ranks, exact=exact, tolerance=args.tolerance, on_row=show)
     for note in notes:
         print(textwrap.fill(f"note: {note}", WIDTH, subsequent_indent="  "))
-    print(f"written to {config.folder / 'verify.json'}")
+    say(f"written to {config.folder / 'verify.json'}")
     require_equal(rows)
     left_out = sum(row.verdict == "left out" for row in rows)
     print(f"{len(rows) - left_out} rows agree" + (f", {left_out} left out" if left_out else ""))

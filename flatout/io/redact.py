@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 WIDTH = 80
 # a URL that was turned into a path has only one of its two slashes
@@ -32,6 +32,14 @@ def rows(pairs: Iterable[tuple[str, str]], name_width: int = 18) -> str:
         WIDTH, subsequent_indent=" " * name_width, break_long_words=False, break_on_hyphens=False
     )
     return "\n".join(wrapper.fill(printable(f"{name:<{name_width - 1}} {text}")) for name, text in pairs)
+
+
+def wrapped(text: str, stream: TextIO) -> str:
+    """Return a text in 80 columns if `stream` is a terminal, without breaking words; programs get it as it is."""
+    if not stream.isatty():
+        return text
+    wrapper = textwrap.TextWrapper(WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(wrapper.fill(line) if len(line) > WIDTH else line for line in text.split("\n"))
 
 
 def cleaned(value: Any) -> Any:

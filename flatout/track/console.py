@@ -39,7 +39,7 @@ from flatout.track.tolerant_stream import TolerantStream
 PLAIN_LINES, STEP_LINE_S = 20, 20.0
 # after so many seconds without a line, one says what the run does; the longer time is for pipes and logs of a run that
 # has taken a step. There, the next line about a phase comes after twice the time, at the latest after the longer one.
-SILENT_S, SILENT_STEPS_S = 4.0, 59.0
+SILENT_S, SILENT_STEPS_S = 3.0, 59.0
 TICK_S = 0.5
 # columns of a line's name with a space, and of the bar
 INDENT, BAR_WIDTH = 11, 8

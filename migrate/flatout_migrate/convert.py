@@ -45,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, help=what)
     parser.add_argument("overrides", nargs="*", metavar="SETTING=VALUE", help="settings of flatout to add or change")
     parser.add_argument("--to", type=Path, metavar="OUT.yaml", help="new file to write (otherwise YAML is printed)")
-    parser.add_argument("--from", dest="system", choices=_SYSTEMS, help="system of FILE, if not recognized")
+    system = f"system of FILE, if not recognized: {', '.join(_SYSTEMS)}"
+    parser.add_argument("--from", dest="system", choices=_SYSTEMS, metavar="SYSTEM", help=system)
     parser.add_argument("--gpus", type=int, help="number of GPUs that FILE is written for (as the script says, or 1)")
     parser.add_argument("--without", default="", metavar="NAME,...", help="names of FILE to leave out")
 

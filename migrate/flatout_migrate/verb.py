@@ -17,7 +17,7 @@ def _late(name: str) -> Callable[[Any], Any]:
 VERB = Verb(
     "convert",
     "Start",
-    "translate a config or script from Axolotl, LLaMA-Factory, ms-swift, TRL or Unsloth",
+    "translate a config or script of Axolotl, TRL, Unsloth and others",
     _late("add_arguments"),
     _late("run"),
     "axolotl.yaml --to run.yaml",

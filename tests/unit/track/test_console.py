@@ -64,7 +64,7 @@ def test_no_pipe_is_silent_for_a_minute_and_no_phase_of_a_start_for_5_s(num_step
     # each phase is named within 5 s; then lines become rarer
     assert screen.longest_silence_s() <= 60
     assert [line for line in screen.text.splitlines() if "importing torch" in line] == [
-        *(f"...        importing torch {seconds} s" for seconds in (4, 8, 16, 32, 64)),
+        *(f"...        importing torch {seconds} s" for seconds in (3, 6, 12, 24, 48, 96)),
         "done       importing torch",
     ]
     for step in range(num_steps):
@@ -101,7 +101,7 @@ def test_a_log_of_rounds_has_a_line_each_with_the_reward_and_no_more_signs_of_li
         reporter.record(replace(STEP, step=index + 1, num_steps=40, metrics=metrics))
         screen.note()
     lines = screen.text.splitlines()
-    assert [line.split()[2] for line in lines if line.startswith("...")] == ["1:"] * 4 + ["40:"] * 3
+    assert [line.split()[2] for line in lines if line.startswith("...")] == ["1:"] * 5 + ["40:"] * 3
     assert lines[-2:] == [
         "round      40: reward 0.4875  300 tokens  10.0% cut  25.0% no signal  900 tok/s",
         "step       40/40  reward 0.4875  entropy 0.7  0:01:00 left  mismatch/k3 1e-05",
@@ -137,10 +137,10 @@ def test_a_terminal_moves_while_a_phase_is_silent_and_forgets_it_afterwards():
     screen = Screen(is_terminal=True)
     reporter = Reporter(screen.callback)
     reporter.phase("loading weights")
-    screen.pass_time(3)
+    screen.pass_time(2)
     assert screen.text == ""
-    screen.pass_time(3)
-    assert "loading weights 4 s" in screen.text
+    screen.pass_time(4)
+    assert "loading weights 3 s" in screen.text
     assert "loading weights 6 s" in screen.text
     reporter.phase("tokenizing row", 500, 2000)
     screen.pass_time(10)
