@@ -39,11 +39,11 @@ def move_aside(config: Config, env: Mapping[str, str], mode: LaunchMode, setting
             f"--restart starts over each time the command runs, and {launcher} is set by a launcher that runs it more "
             "than once; use another name, or move the run folder away by hand"
         )
-    from flatout.checkpoint.mirror import Mirror  # lazy: with torch, which a start imports later
+    if address := config.checkpoint.mirror:
+        from flatout.checkpoint.mirror import Mirror  # lazy: it imports torch
 
-    if config.checkpoint.mirror and Mirror(config).look():
-        fix = Fix({"checkpoint.mirror": f"{config.checkpoint.mirror}-2"}, "a place of its own")
-        raise UsageError("--restart would go on from the checkpoints in checkpoint.mirror", [fix])
+        if Mirror(config).look():
+            raise UsageError(f"--restart would go on from {address}", [Fix({"checkpoint.mirror": f"{address}-2"})])
     if not is_run_folder(config.folder):
         return  # a start refuses what it may not replace
     durable_io, folder = DurableIO(), config.folder.resolve()

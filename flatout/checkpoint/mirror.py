@@ -180,7 +180,8 @@ class Mirror(Callback):
         name, content = f"step-{manifest.step}.{time.time_ns()}.json", encode_manifest(manifest)
         self._asked(what="write to", ask=partial(self._files.pipe_file, name, content))
         with suppress(DataError, ResourceError):  # its lines say why, and the next checkpoint tries again
-            self._remove_old()
+            if manifest in self.look():
+                self._remove_old()
 
     def _send(self, file: BufferedReader | BytesIO) -> FileFacts:
         """Send a file unless its content is there."""
@@ -202,7 +203,6 @@ class Mirror(Callback):
 
     def _remove_old(self) -> None:
         """Remove the checkpoints that rotation drops, and the files that no other one names."""
-        self.look()
         manifests = {Path(name): self._manifests.get(name) for name in self._names}
         doomed = rotation(manifests, keep=self._keep, saved=Path(self._names[0]))
         kept = [one for path, one in manifests.items() if one and path not in doomed]

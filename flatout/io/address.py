@@ -206,7 +206,7 @@ def failure(error: BaseException, scheme: str) -> DataError | ResourceError:
         hint = "; a private one looks the same without a login: " + _CREDENTIALS["hf"] if scheme == "hf" else ""
         return DataError(f"nothing is there; check the address{hint}")
     if status in (401, 403) or isinstance(error, PermissionError) or code.startswith(_DENIED):
-        said = f"{status}" if status else code.lower().replace("_", " ") or first_line(error)
+        said = f"{status}" if status else code.lower().replace("_", " ") or "by its permissions"
         return DataError(f"access is denied ({said}); {_CREDENTIALS.get(scheme, _CREDENTIALS['https'])}")
     if isinstance(status, int) and 400 <= status < 500 and status not in (408, 429):
         return DataError(f"the server refuses to send it ({status}); check the address")
