@@ -18,7 +18,7 @@ def local_server(
     with ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (handler,), attributes)) as server:
         if tls is not None:
             server.socket = tls.wrap_socket(server.socket, server_side=True)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"
         finally:

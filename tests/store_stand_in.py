@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +24,8 @@ DATE, ISO_DATE = "Wed, 01 Jan 2025 00:00:00 GMT", "2025-01-01T00:00:00.000Z"
 class Files:
     """`objects` are contents by path (bucket/key). `fails` gives the next calls of a path their statuses, `cuts` the
     bytes after which each of the next answers ends; other fields switch features off. Sets of the hub have one branch,
-    at `commit`. `calls` has every call."""
+    at `commit`. Objects are written into `buckets`, each call in `write_s`; `parts` are of those that are not complete.
+    `calls` has every call."""
 
     address: str = ""
     objects: dict[str, bytes] = field(default_factory=dict)
@@ -34,11 +36,15 @@ class Files:
     has_sizes: bool = True
     media_type: str = "application/octet-stream"
     commit: str = COMMIT
+    buckets: tuple[str, ...] = ("bucket",)
+    write_s: float = 0.0
+    parts: dict[str, dict[int, bytes]] = field(default_factory=dict)
     calls: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     files: Files
 
     def log_message(self, *_: Any) -> None:
@@ -47,10 +53,12 @@ class _Handler(BaseHTTPRequestHandler):
     def handle_call(self) -> None:
         self.files.calls.append((self.command, self.path, dict(self.headers)))
         url = urlsplit(self.path)
-        path, query = unquote(url.path).strip("/"), parse_qs(url.query)
+        path, query = unquote(url.path).strip("/"), parse_qs(url.query, keep_blank_values=True)
         statuses = next((found for part, found in self.files.fails.items() if part in path and found), None)
         if statuses:
             return self.reply(b"<Error><Code>Failed</Code></Error>", statuses.pop(0))
+        if self.command in ("PUT", "POST", "DELETE"):
+            return self.change(path, query)
         if path.startswith(("storage/v1/b/", "download/storage/v1/b/")):
             return self.google(url.path, query)
         if path.startswith("api/datasets/"):
@@ -65,7 +73,29 @@ class _Handler(BaseHTTPRequestHandler):
             return self.reply(b"<Error><Code>NoSuchKey</Code></Error>", 404)
         return self.content(self.files.objects[path])
 
-    do_GET = do_HEAD = handle_call  # noqa: N815  (http.server finds them by these names)
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_call  # noqa: N815  (http.server finds them by these names)
+
+    def change(self, path: str, query: dict[str, list[str]]) -> None:
+        """What S3's client sends to write an object, in parts, or to remove one."""
+        data = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        upload, objects, parts = query.get("uploadId", [""])[0], self.files.objects, self.files.parts
+        time.sleep(self.files.write_s)
+        if self.command == "DELETE":
+            objects.pop(path, None)
+            return self.reply(b"", 204)
+        if path.partition("/")[0] not in self.files.buckets:
+            return self.reply(b"<Error><Code>NoSuchBucket</Code></Error>", 404)
+        if "uploads" in query:
+            parts[upload := str(len(self.files.calls))] = {}
+            return self.reply(f"<R><UploadId>{upload}</UploadId></R>".encode())
+        if self.command == "PUT":
+            if upload:
+                parts[upload][int(query["partNumber"][0])] = data
+            elif not self.path.endswith("/"):  # no mark of a folder
+                objects[path] = data
+            return self.reply(b"", 200, {"ETag": f'"{hash(data)}"'})
+        objects[path] = b"".join(part for _, part in sorted(parts.pop(upload).items()))
+        return self.reply(b'<CompleteMultipartUploadResult><ETag>"1"</ETag></CompleteMultipartUploadResult>')
 
     def google(self, path: str, query: dict[str, list[str]]) -> None:
         bucket, _, name = path.partition("/b/")[2].partition("/o")

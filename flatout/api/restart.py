@@ -10,7 +10,7 @@ from pathlib import Path
 from flatout.config.folders import foreign_entries, free_folder, is_run_folder, run_identity
 from flatout.config.schema import Config
 from flatout.config.section import paths_of
-from flatout.errors import UsageError
+from flatout.errors import Fix, UsageError
 from flatout.io.durable_io import DurableIO
 from flatout.io.file_lock import RunLock
 from flatout.io.gpu_driver import require_gpu_driver
@@ -39,6 +39,11 @@ def move_aside(config: Config, env: Mapping[str, str], mode: LaunchMode, setting
             f"--restart starts over each time the command runs, and {launcher} is set by a launcher that runs it more "
             "than once; use another name, or move the run folder away by hand"
         )
+    if address := config.checkpoint.mirror:
+        from flatout.checkpoint.mirror import Mirror  # lazy: it imports torch
+
+        if Mirror(config).look():
+            raise UsageError(f"--restart would go on from {address}", [Fix({"checkpoint.mirror": f"{address}-2"})])
     if not is_run_folder(config.folder):
         return  # a start refuses what it may not replace
     durable_io, folder = DurableIO(), config.folder.resolve()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import xxhash
 from pydantic import ConfigDict, Field, with_config
@@ -52,6 +52,9 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
 
+_Kind = TypeVar("_Kind", bound=Manifest)
+
+
 @cache
 def versions(packages: tuple[str, ...] = ("torch", "transformers", "peft", "safetensors")) -> dict[str, str]:
     """Return the versions of flatout, Python and these packages, as far as they are installed; imports none."""
@@ -77,7 +80,11 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_NAME
     if not path.exists():
         raise CheckpointError(f"{folder}: {MANIFEST_NAME} is missing; the folder is not a complete checkpoint")
-    body = read_json(path)
+    return decode_manifest(read_json(path), str(path), Manifest)
+
+
+def decode_manifest(body: Any, path: str, kind: type[_Kind]) -> _Kind:
+    """Return the manifest that `encode_manifest` rendered. Raises as `read_manifest`."""
     if not isinstance(body, dict):
         raise CheckpointError(f"{path}: found a {type(body).__name__}, expected an object")
     own_hash = body.pop("xxh3", None)
@@ -88,7 +95,7 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path}: format_version: a different flatout wrote this checkpoint (format {version!r}, this one reads "
             f"{FORMAT_VERSION}); resume with that version, or choose a different run_dir to start over"
         )
-    return validated(Manifest, body, str(path))
+    return validated(kind, body, path)
 
 
 def _hash(body: Mapping[str, Any]) -> str:

@@ -75,7 +75,8 @@ class Checkpoints:
     Saving and loading are collective over the ranks of `group`, which must all see the same folder. Saving requires the
     run's lock; loading changes nothing on disk and needs no lock. `keep` is how many of the newest checkpoints to keep
     in addition to the best. `on_event(kind, facts)` is called for every fallback, removal and failed removal.
-    `check_facts(facts, step)` raises CheckpointError for facts that no run could have saved.
+    `check_facts(facts, step)` raises CheckpointError for facts that no run could have saved. `fetch(steps)`, called on
+    the first rank with the steps of the valid ones, newest first, brings a newer one into the folder if it has one.
     """
 
     def __init__(
@@ -87,8 +88,10 @@ class Checkpoints:
         group: ControlGroup | None = None,
         check_facts: CheckFacts = lambda facts, step: None,
         durable_io: DurableIO | None = None,
+        fetch: Callable[[Iterator[int]], None] = lambda steps: None,
     ) -> None:
         self.folder, self.group = run_dir / "checkpoints", group or ControlGroup()
+        self._fetch = fetch
         self._run_dir, self._keep = run_dir, keep
         self._on_event, self._check_facts = on_event, check_facts
         self._durable_io = durable_io or DurableIO()
@@ -149,6 +152,8 @@ class Checkpoints:
         CheckpointError with every reason when there are checkpoints but none is valid. Raises OtherFormatError for a
         checkpoint in another format version instead of falling back to an older one.
         """
+        valid = (manifest.step for path in self._folders() if (manifest := self._verify(path)))
+        self.group.run_on_first_rank(lambda: self._fetch(valid))
         reasons: list[str] = []
         for path in sorted(self.folder.glob("step-*")):
             if _DEBRIS.fullmatch(path.name):

@@ -1,4 +1,4 @@
-"""`flatout launch run.yaml --slurm | --kubernetes`: writes a job to submit, and does not submit it."""
+"""`flatout launch run.yaml --slurm | --kubernetes | --skypilot`: writes a job to submit, and does not submit it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Literal
 from flatout.api.commands import write_new
 from flatout.cli.parser import COUNT, add_settings
 from flatout.config.read import load_config
-from flatout.errors import UsageError
-from flatout.launch.jobs import ClusterJob, manifest, sbatch_script
+from flatout.config.schema import Config
+from flatout.environment import SECRET
+from flatout.errors import Fix, UsageError
+from flatout.launch.jobs import ClusterJob, manifest, sbatch_script, skypilot_task
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--slurm", action="store_true", help="write an sbatch script")
     where.add_argument("--kubernetes", action="store_true", help="write a PyTorchJob, or a TrainJob with --train-job")
+    where.add_argument("--skypilot", action="store_true", help="write a SkyPilot task")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file to write; without it, print to stdout")
     parser.add_argument("--name", help="job name (the run's name)")
     parser.add_argument("--nodes", type=COUNT, default=1, help="number of nodes (1)")
@@ -33,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mount", default="/work", help="Kubernetes: mount path of the claim (/work)")
     parser.add_argument("--train-job", action="store_true", help="Kubernetes: write a TrainJob (Kubeflow Trainer v2)")
     parser.add_argument("--runtime", help="Kubernetes: training runtime of the TrainJob (torch-distributed)")
+    parser.add_argument("--accelerator", default="H100", help="SkyPilot: kind of GPU (H100)")
+    parser.add_argument("--spot", action="store_true", help="SkyPilot: machines that may be taken away at any time")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -51,6 +56,13 @@ def run(args: argparse.Namespace) -> None:
             log_dir=folder / config.folder, partition=args.partition, account=args.account, time=args.time,
             max_restarts=config.faults.max_restarts, on_cpu=config.device == "cpu",
         )  # fmt: skip
+    elif args.skypilot:
+        _require_lasting(config, nodes=args.nodes, is_spot=args.spot)
+        job = ClusterJob(args.name or config.name, args.nodes, gpus, argv)
+        text, submit = skypilot_task(job, args.accelerator, is_spot=args.spot), "sky launch"
+        submit = "sky jobs launch" if args.spot else submit
+        if args.nodes > 1:
+            submit = f'{SECRET}="$(openssl rand -hex 32)" {submit} --secret {SECRET}'
     else:
         name, submit = args.name or config.name.lower().replace("_", "-").replace(".", "-"), "kubectl apply -f"
         kind: Literal["PyTorchJob", "TrainJob"] = "TrainJob" if args.train_job else "PyTorchJob"
@@ -66,3 +78,16 @@ def run(args: argparse.Namespace) -> None:
         return
     write_new(args.out, text)
     print(f"wrote {args.out}; nothing was submitted. Check it, then run: {submit} {args.out}")
+
+
+def _require_lasting(config: Config, *, nodes: int, is_spot: bool) -> None:
+    """Raise UsageError for a run folder on the disk of a machine, where it is lost, or where other nodes do not see it.
+
+    An absolute one is on a disk that somebody mounts.
+    """
+    if config.folder.is_absolute() or (nodes == 1 and (config.checkpoint.mirror or not is_spot)):
+        return
+    mirror = Fix({"checkpoint.mirror": f"s3://bucket/{config.folder}"}, "in a bucket of yours")
+    shared = Fix({"run_dir": f"/mnt/shared/{config.folder}"}, "on a disk that is mounted there, for example")
+    why = "all nodes share the run folder" if nodes > 1 else "--spot loses it with its checkpoints"
+    raise UsageError(f"{config.folder} is on the disk of one machine: {why}", [*([mirror] * (nodes == 1)), shared])

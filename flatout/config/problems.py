@@ -14,6 +14,7 @@ from flatout.config.names import FOREIGN_NAMES, instead_of, resolve_alias, value
 from flatout.config.schema import NAME_PATTERN
 from flatout.config.shortcuts import LONG_FORMS, SHORTCUTS
 from flatout.errors import PLAIN_TYPES, Fix, ProblemsError, as_text
+from flatout.io.redact import redacted
 
 # the setting that a section's name alone stands for
 _MAIN = {
@@ -58,7 +59,7 @@ def problem_of(item: Any, given: Mapping[str, str] = MappingProxyType({}), *, is
         text = str(error or (f"expected {settings()[known].allowed}" if known else item["msg"]))
     text = text.removeprefix(f"{name}: ")
     shown = "nothing" if value is None else as_text(value) if isinstance(value, bool) else repr(value)
-    got = "" if isinstance(value, dict) or (error and shown in text) else f", got {shown:.100}"
+    got = "" if isinstance(value, dict) or (error and shown in text) else f", got {redacted(shown):.100}"
     fixes = getattr(error, "fixes", ()) or _value_meant(item, name, value)
     field = "" if text.startswith(f"{name}.") else name
     return Problem(field, f"{text[:1].lower()}{text[1:]}{got}", fixes)

@@ -149,11 +149,22 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints to keep besides the best one; the newest verified one is never deleted."""
     resume: Literal["auto", "never"] = "auto"
     """auto: resume from the newest valid checkpoint in the run folder; never: refuse a folder that has checkpoints."""
+    mirror: str | None = None
+    """Address in an object store, such as s3://bucket/run, to which each complete checkpoint is sent in the background,
+    and from which a run whose disk was lost resumes."""
     asynchronous: Literal["auto"] | bool = "auto"
     """true: save in the background from a copy of the state in host memory; only the next update waits for the copy (on
     a CPU, training waits); auto: true on a GPU whose host has enough memory for the copy."""
     allow_change: list[str] = []
     """Settings that may differ from the checkpoint's although they change the numerics, such as optim.lr."""
+
+    @field_validator("mirror")
+    @classmethod
+    def _mirror_is_an_address(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"(?!https?:|hf:)[a-z][a-z0-9]*://[^\s@?#]*[^\s@?#/]/?", value):
+            text = "expected an address to write to, without a password, which clients read from the environment"
+            raise SettingError(text, Fix({"checkpoint.mirror": "s3://bucket/run"}, "or gs://, az://, file:///folder"))
+        return value and value.rstrip("/")
 
 
 class Config(Section):

@@ -6,26 +6,32 @@ Each store's client reads its secrets from the environment, as its documents say
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from fsspec.implementations.arrow import ArrowFSWrapper
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.registry import get_filesystem_class
 from fsspec.spec import AbstractFileSystem
 
 from flatout.environment import environment
-from flatout.errors import DataError, ResourceError, needs_extra
+from flatout.errors import DataError, ResourceError, UsageError, first_line, needs_extra
 
 SCHEMES = ("https", "http", "s3", "gs", "hf")
 CONNECT_S, READ_S = 10.0, 30.0
+_Found = TypeVar("_Found")
 
 _CREDENTIALS = {
     "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, and AWS_REGION",
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or run gcloud auth application-default login",
     "hf": "set HF_TOKEN, or run hf auth login",
     "https": "use an address that is signed, or put the server's login into ~/.netrc",
+    "az": "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
+    "file": "check the permissions of the folder",
 }
 # how pyarrow's messages name what the service said
 _CODE = re.compile(r"AWS Error (\w+)|google::cloud::Status\((\w+)")
@@ -61,6 +67,41 @@ def open_filesystem(scheme: str, path: str) -> tuple[AbstractFileSystem, str]:
 
     connect = _s3 if scheme == "s3" else _gs
     return _Bucket(connect(fs, environment(), path.partition("/")[0]), skip_instance_cache=True), path
+
+
+def open_store(address: str) -> AbstractFileSystem:
+    """Return what is below an address as a file system to write to. Raises UsageError if a package is missing."""
+    scheme, _, path = address.partition("://")
+    if scheme in ("s3", "gs"):
+        return DirFileSystem(path, open_filesystem(scheme, path)[0])
+    try:
+        kind = get_filesystem_class(scheme)
+    except (ImportError, ValueError) as error:
+        ways = "use s3://, gs:// or file://, or az:// with the package adlfs"
+        raise UsageError(f"{address}: {first_line(error)}; {ways}") from error
+    options = {"auto_mkdir": True} if scheme == "file" else {"use_listings_cache": False}
+    return DirFileSystem(kind._strip_protocol(address), kind(skip_instance_cache=True, **options))
+
+
+def asked(
+    name: str, address: str, *, what: str, log: Callable[[str], None], ask: Callable[[], _Found], attempts: int = 3
+) -> _Found:
+    """Return what a store answers; one that fails is asked again, after a pause that doubles.
+
+    Raises UsageError, and DataError or ResourceError with `name` as `failure` does; only the latter is tried again.
+    """
+    for attempt in range(1, attempts + 1):
+        try:
+            return ask()
+        except UsageError:
+            raise
+        except Exception as error:  # each client has errors of its own; `failure` names them
+            reason = failure(error, address.partition(":")[0])
+            if isinstance(reason, DataError) or attempt == attempts:
+                raise type(reason)(f"{name}: {reason}") from error
+            log(f"{name}: {str(reason).partition(';')[0]}; asking again to {what} it")
+            time.sleep(2 ** (attempt - 1) - 1)
+    raise AssertionError("unreachable")
 
 
 def stat_of(facts: Mapping[str, Any]) -> Stat:
@@ -115,7 +156,7 @@ class _Bucket(ArrowFSWrapper):  # type: ignore[misc]  # fsspec is untyped
         """Return what is known of all files below a folder."""
         from pyarrow import fs
 
-        entries = self.fs.get_file_info(fs.FileSelector(path.rstrip("/"), recursive=True))
+        entries = self.fs.get_file_info(fs.FileSelector(path.rstrip("/"), allow_not_found=True, recursive=True))
         return {entry.path: self._make_entry(entry) for entry in entries if entry.is_file}
 
 
@@ -165,7 +206,7 @@ def failure(error: BaseException, scheme: str) -> DataError | ResourceError:
         hint = "; a private one looks the same without a login: " + _CREDENTIALS["hf"] if scheme == "hf" else ""
         return DataError(f"nothing is there; check the address{hint}")
     if status in (401, 403) or isinstance(error, PermissionError) or code.startswith(_DENIED):
-        said = f"{status}" if status else code.lower().replace("_", " ")
+        said = f"{status}" if status else code.lower().replace("_", " ") or "by its permissions"
         return DataError(f"access is denied ({said}); {_CREDENTIALS.get(scheme, _CREDENTIALS['https'])}")
     if isinstance(status, int) and 400 <= status < 500 and status not in (408, 429):
         return DataError(f"the server refuses to send it ({status}); check the address")

@@ -1,4 +1,4 @@
-"""Write a run as a job for Slurm or Kubernetes, to be read, edited and submitted by hand."""
+"""Write a run as a job for Slurm, Kubernetes or SkyPilot, to be read, edited and submitted by hand."""
 
 from __future__ import annotations
 
@@ -63,23 +63,12 @@ def sbatch_script(
     #SBATCH line, and for a limit under 4 minutes; 0 is no limit.
     """
     _require(PLAIN, {"--name": job.name, "--partition": partition, "--account": account})
-    options = {
-        "job-name": job.name,
-        "nodes": job.nodes,
-        "ntasks-per-node": job.gpus_per_node,
-        "gpus-per-node": None if on_cpu else job.gpus_per_node,
-        "cpus-per-task": 8,
-        "time": time,
-        "partition": partition,
-        "account": account,
-        # every rank gets SIGTERM this many seconds before the time limit; the run saves and exits with code 75
-        "signal": f"TERM@{_notice_s(time)}",
-    }
-    lines = [f"#SBATCH --{key}={value}" for key, value in options.items() if value is not None]
-    values = {"folder": folder, "logs": log_dir, "max_restarts": max_restarts}
-    lines += ["#SBATCH --requeue", "", *(f"{name}={shlex.quote(str(value))}" for name, value in values.items())]
-    body = (TEMPLATES / "slurm.sh").read_text(encoding="utf-8")
-    return "\n".join(["#!/bin/bash", *lines, f"command=({shlex.join(job.command)})", body])
+    # every rank gets SIGTERM so many seconds before the time limit; the run saves and exits with code 75
+    return render(
+        TEMPLATES / "slurm.sh", job=job, command=shlex.join(job.command), on_cpu=on_cpu, partition=partition,
+        account=account, time=time, notice_s=_notice_s(time), max_restarts=max_restarts,
+        folder=shlex.quote(str(folder)), logs=shlex.quote(str(log_dir)),
+    )  # fmt: skip
 
 
 def _notice_s(time: str) -> int:
@@ -125,18 +114,21 @@ def manifest(
     _require(IMAGE, {"--image": image})
     _require(MOUNT, {"--mount": mount})
     secret_key = {"secretKeyRef": {"name": secret, "key": "secret"}}
-    facts = {
-        "name": job.name,
-        "nodes": job.nodes,
-        "gpus": job.gpus_per_node,
-        "command": job.command,
-        "env": [] if secret is None else [{"name": SECRET, "valueFrom": secret_key}],
-        "image": image,
-        "claim": claim,
-        "mount": mount,
-        "runtime": runtime,
-    }
-    return render(TEMPLATES / f"{kind.lower()}.yaml", json.dumps, **facts)
+    env = [] if secret is None else [{"name": SECRET, "valueFrom": secret_key}]
+    template = TEMPLATES / f"{kind.lower()}.yaml"
+    return render(template, json.dumps, job=job, env=env, image=image, claim=claim, mount=mount, runtime=runtime)
+
+
+def skypilot_task(job: ClusterJob, accelerator: str, *, is_spot: bool) -> str:
+    """Return a SkyPilot task as YAML, which installs this clone of flatout on each node, and starts its ranks there.
+
+    Raises UsageError for a name that SkyPilot rejects, and if this is no clone.
+    """
+    _require(PLAIN, {"--name": job.name, "--accelerator": accelerator})
+    if not ((clone := TEMPLATES.parents[2]) / "pyproject.toml").is_file():
+        raise UsageError("--skypilot installs flatout from a clone, which this installation is not; run it from one")
+    facts = {"accelerator": accelerator, "clone": json.dumps(str(clone)), "is_spot": is_spot}
+    return render(TEMPLATES / "skypilot.yaml", str, job=job, command=shlex.join(job.command), **facts)
 
 
 def _require(form: tuple[str, str], values: Mapping[str, str | None]) -> None:

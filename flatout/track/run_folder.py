@@ -46,7 +46,7 @@ class RunFolderWriter(Callback):
         self._has_started, self._has_ended, self._end_lock = False, False, Lock()
 
     def on_start(self, start: RunStart) -> None:
-        self._has_started = True
+        self._has_started, self._run_id = True, run_identity(self._folder)  # a mirror's by now
         self._write_json("start.json", asdict(start))
         if self._is_ours:
             (self._folder / "end.json").unlink(missing_ok=True)

@@ -115,7 +115,7 @@ def _prepared(config: Config, folder: Path, start: int, compared: int | None) ->
         for name in [name for name in shared if (folder / name).is_dir()]:
             shutil.copytree(folder.absolute() / name, copy / name, copy_function=os.symlink)
         here = paths_in_place(config, folder, config.folder)
-        checkpoint = here.checkpoint.model_copy(update={"every_steps": compared, "asynchronous": False})
+        checkpoint = here.checkpoint.model_copy(update={"every_steps": compared, "asynchronous": False, "mirror": None})
         yield here.model_copy(
             update={
                 "run_dir": copy, "log_every_steps": 1, "checkpoint": checkpoint, "track": TrackConfig(),

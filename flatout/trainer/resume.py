@@ -173,6 +173,7 @@ def find_checkpoint(
     except OtherRunError as error:
         free = free_folder(config.folder)
         own = {"name": free.name} if config.run_dir is None else {"run_dir": str(free)}
+        own |= {"checkpoint.mirror": f"{config.checkpoint.mirror}-2"} if config.checkpoint.mirror else {}
         fixes = [Fix(own, "a run of its own"), Fix({"--restart": True}, "start over; the old folder is moved aside")]
         raise CheckpointError(error.text, [*fixes, *error.fixes]) from error
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from flatout.checkpoint.manifest import publish
+from flatout.checkpoint.mirror import Mirror
 from flatout.checkpoint.write import Checkpoints
 from flatout.config.folders import free_folder, run_identity
 from flatout.config.read import dump_config, is_as_dumped, load_config
@@ -105,17 +106,15 @@ def train(
     """
     rank, start_up = Rank.from_env(), start_up or StartUpClock()
     if rank == Rank() and len(config.gpus or ()) > 1:
-        raise UsageError(
-            f"gpus: {config.gpus} needs one process per GPU, which `flatout train` starts, not train()",
-            [Fix({"gpus": 1})],
-        )
+        text = f"gpus: {config.gpus} needs one process per GPU, which `flatout train` starts, not train()"
+        raise UsageError(text, [Fix({"gpus": 1})])
     start_up.begin("opening the run folder")
     require_installed(config.track.to, strategy=config.strategy if rank.world > 1 else "auto")
     # taking the lock also detects a folder that is not writable, before anything slow happens
     with ExitStack() as stack:
-        reporter, peer_lost_calls = Reporter(), [on_peer_lost] if on_peer_lost else []
+        reporter, mirror, peer_lost_calls = Reporter(), Mirror(config), [on_peer_lost] if on_peer_lost else []
         if rank.is_first:
-            reporter, on_lost = open_run(config, stack, console, callbacks, start_up)
+            reporter, on_lost = open_run(config, stack, console, [mirror, *callbacks], start_up)
             peer_lost_calls += on_lost
         watch = PeerWatch(
             config.faults,
@@ -125,7 +124,9 @@ def train(
         )
         try:
             with watch.guard(), torch_settings_kept():
-                result = set_up_and_train(config, reporter, rank, watch, reuse_measured, replays)
+                if rank.is_first:
+                    mirror.open(reporter)
+                result = set_up_and_train(config, reporter, rank, watch, mirror, reuse_measured, replays)
             leave_group()
         except BaseException as raised:
             error = host_memory_error(raised) or exit_refused(raised) or raised
@@ -180,8 +181,9 @@ def open_run(
 
 
 def set_up_and_train(
-    config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, reuse_measured: bool, replays: bool
-) -> Result:
+    config: Config, reporter: Reporter, rank: Rank, watch: PeerWatch, mirror: Mirror, reuse_measured: bool,
+    replays: bool,
+) -> Result:  # fmt: skip
     """Open the data, join the ranks, plan the run, find its checkpoint, build it, and take the steps; one call a stage.
 
     A run that is complete already is returned as it is.
@@ -205,12 +207,15 @@ def set_up_and_train(
     planned = replace(planned, fingerprints=fingerprints)
     require_same_run(config, planned, group)
     reporter.phase("verifying checkpoints")
-    keep = config.checkpoint.keep
-    checkpoints = Checkpoints(config.folder, keep=keep, on_event=reporter.event, group=group, check_facts=check_facts)
+    checkpoints = Checkpoints(
+        config.folder, keep=config.checkpoint.keep, on_event=reporter.event, group=group, check_facts=check_facts,
+        fetch=mirror.fetch,
+    )  # fmt: skip
     checkpoint, progress = find_checkpoint(config, planned, checkpoints, reporter)
     final_dir = config.folder / "final"
     if progress is not None:
         reporter.stage("done", f"already complete after {progress.step} steps; see {final_dir}")
+        group.run_on_first_rank(mirror.finish)
         return Result(config.folder, final_dir, progress)
     if rank.is_first:
         write_settings(config, reporter)
@@ -232,7 +237,7 @@ def set_up_and_train(
         gpus = gather_gpus(run)
         if rank.is_first:
             reporter.start(run_start(run, gpus))
-        run_to_end(run, final_dir)
+        run_to_end(run, final_dir, mirror)
     return Result(config.folder, final_dir, run.progress)
 
 
@@ -249,7 +254,7 @@ def write_settings(config: Config, reporter: Reporter) -> None:
     DurableIO().write_bytes(file, text.encode())
 
 
-def run_to_end(run: TrainingRun, final_dir: Path) -> None:
+def run_to_end(run: TrainingRun, final_dir: Path, mirror: Mirror) -> None:
     """Take the remaining steps and finish. Raises PreemptedError after saving when a stop was requested."""
     stopping = {"after": "this pass, then saves; a second Ctrl-C or signal ends it at once, without saving"}
     try:
@@ -258,8 +263,11 @@ def run_to_end(run: TrainingRun, final_dir: Path) -> None:
             try:
                 run_steps(run)
                 finish(run, final_dir)
+                run.checkpoints.group.run_on_first_rank(mirror.finish)
             except PassesStopped:
                 save(run, required=True)
+                with suppress(ResourceError):  # of the mirror; the next start sends the checkpoint
+                    run.checkpoints.group.run_on_first_rank(mirror.finish)
                 why = f"stop requested: saved at step {run.progress.step}; run the same command to resume"
                 raise PreemptedError(why, run.stop.number) from None
     finally:

@@ -186,6 +186,7 @@ def test_the_environment_is_read_in_one_file():
 # files that write by themselves, and why they may
 WRITERS = {
     "api/inputs.py": "the folder is synced when it is whole",
+    "checkpoint/mirror.py": "an object store",
     "data/pictures/processor.py": "its own save_pretrained, whose caller syncs the folder",
     "demo/write.py": "the folder is synced when it is whole",
     "models/lora/adapter.py": "the folder is synced when it is whole",

@@ -60,12 +60,12 @@ LEAST_MEDIAN_LINES, MOST_MEDIAN_LINES = 8, 16
 MOST_PARAMETERS, MAX_WIDE_FUNCTIONS = 7, 9
 
 # lines of flatout/, and of each package to the next 500; who raises one writes why in docs/architecture.md
-MAX_LINES = 64_100
+MAX_LINES = 64_500
 MAX_PACKAGE_LINES = {
     "__init__": 500,
     "__main__": 500,
     "api": 2_000,
-    "checkpoint": 1_500,
+    "checkpoint": 2_000,
     "cli": 3_000,
     "compat": 500,
     "config": 3_500,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
@@ -21,13 +20,12 @@ from fsspec.utils import glob_translate
 from flatout.config.schema import SourceConfig
 from flatout.data.rows.read import row_type, total_rows
 from flatout.errors import DataError, Fix, ResourceError, UsageError, first_line
-from flatout.io.address import SCHEMES, Stat, failure, open_filesystem, stat_of
+from flatout.io.address import SCHEMES, Stat, asked, open_filesystem, stat_of
 from flatout.io.durable_io import DurableIO, digest
 from flatout.io.kept_facts import find_facts, keep_facts
 from flatout.io.redact import printable, redacted
 
 Log = Callable[[str], None]
-_ATTEMPTS = 3
 _BLOCK_BYTES = 8 << 20
 _MAX_FILES = 100_000
 _Found = TypeVar("_Found")
@@ -107,23 +105,8 @@ class RemoteFile:
             raise DataError(f"{self}: the file changed while it was read ({self.stat.kind}); run the command again")
 
     def asked(self, what: str, ask: Callable[[], _Found]) -> _Found:
-        """Return what the store answers; see `_asked`."""
-        return _asked(str(self), self.address, what, self.log, ask)
-
-
-def _asked(name: str, address: str, what: str, log: Log, ask: Callable[[], _Found]) -> _Found:
-    for attempt in range(1, _ATTEMPTS + 1):
-        try:
-            return ask()
-        except UsageError:
-            raise
-        except Exception as error:  # each client has errors of its own; `failure` names them
-            reason = failure(error, address.partition(":")[0])
-            if isinstance(reason, DataError) or attempt == _ATTEMPTS:
-                raise type(reason)(f"{name}: {reason}") from error
-            log(f"{name}: {str(reason).partition(';')[0]}; asking again to {what} it")
-            time.sleep(attempt - 1)
-    raise AssertionError("unreachable")
+        """Return what the store answers; see `asked` of io/address.py."""
+        return asked(str(self), self.address, what=what, log=self.log, ask=ask)
 
 
 def _stat(files: AbstractFileSystem, path: str) -> Stat:
@@ -166,7 +149,7 @@ def find_remote(source: SourceConfig, log: Log) -> dict[RemoteFile, PurePosixPat
     """
     shown = printable(redacted(source.path))
     scheme, path = _parts(source, shown)
-    store, stats, top = _asked(shown, source.path, "look at", log, lambda: _look(scheme, path))
+    store, stats, top = asked(shown, source.path, what="look at", log=log, ask=lambda: _look(scheme, path))
     if len(stats) > _MAX_FILES:
         raise DataError(f"{shown}: over {_MAX_FILES:,} files; give a smaller folder, or a pattern")
     before = "" if scheme.startswith("http") else f"{scheme}://"
@@ -263,7 +246,7 @@ def find_hub_set(source: SourceConfig, log: Log) -> HubSet:
         log(f"{name}: {source.revision or 'main'} was commit {kept.facts['commit']}, and is {pinned[1]} now")
     if pinned and (addresses := _addresses(builder, split, name, source.path)):
         store, paths = open_filesystem("hf", "")[0], [address.removeprefix("hf://") for address in addresses]
-        stats = [_asked(f"hf://{path}", "hf://", "look at", log, partial(_stat, store, path)) for path in paths]
+        stats = [asked(f"hf://{at}", "hf://", what="look at", log=log, ask=partial(_stat, store, at)) for at in paths]
         num_rows = total_rows(_hub_files(stats, log))
         facts = {"commit": pinned[1], "files": [asdict(stat) for stat in stats], "num_rows": num_rows}
         keep_facts("hub-sets", key, facts)

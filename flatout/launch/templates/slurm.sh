@@ -1,3 +1,25 @@
+#!/bin/bash
+#SBATCH --job-name={{ job.name }}
+#SBATCH --nodes={{ job.nodes }}
+#SBATCH --ntasks-per-node={{ job.gpus_per_node }}
+{% if not on_cpu %}
+#SBATCH --gpus-per-node={{ job.gpus_per_node }}
+{% endif %}
+#SBATCH --cpus-per-task=8
+#SBATCH --time={{ time }}
+{% if partition %}
+#SBATCH --partition={{ partition }}
+{% endif %}
+{% if account %}
+#SBATCH --account={{ account }}
+{% endif %}
+#SBATCH --signal=TERM@{{ notice_s }}
+#SBATCH --requeue
+
+folder={{ folder }}
+logs={{ logs }}
+max_restarts={{ max_restarts }}
+command=({{ command }})
 
 set -u
 cd -- "$folder" || exit 2

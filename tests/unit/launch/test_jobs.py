@@ -15,7 +15,7 @@ from flatout import errors
 from flatout.cli.main import main
 from flatout.errors import UsageError
 from flatout.launch.attempt import RESTARTABLE
-from flatout.launch.jobs import ClusterJob, manifest, sbatch_script
+from flatout.launch.jobs import ClusterJob, manifest, sbatch_script, skypilot_task
 from flatout.launch.launch_mode import Nodes, SpawnRanks, choose_launch_mode
 
 WORDS = ["train", "it's; $(touch x).yaml", "model.name=a b"]
@@ -276,3 +276,73 @@ def test_processes_that_a_source_tree_starts_find_its_flatout(tmp_path):
     )
     assert f"-e PYTHONPATH={tmp_path}:/more " in done.stdout
     assert f"{sys.executable} -P -m flatout train run.yaml" in done.stdout
+
+
+# the fields of a task of SkyPilot 0.14, as far as ours have them, and their types
+TASK = {
+    "name": str, "num_nodes": int, "workdir": str, "file_mounts": dict, "resources": dict, "secrets": dict,
+    "setup": str, "run": str,
+}  # fmt: skip
+RESOURCES = {"accelerators": str, "use_spot": bool, "job_recovery": dict}
+
+
+def skypilot(*, is_spot: bool = False, **more: Any) -> Any:
+    return yaml.safe_load(skypilot_task(ClusterJob("run", more.get("nodes", 2), 4, WORDS), "H100", is_spot=is_spot))
+
+
+def test_a_skypilot_task_runs_exactly_the_words_on_each_node(tmp_path):
+    body = skypilot(is_spot=True)
+    assert {name: type(value) for name, value in body.items()} == TASK
+    assert {name: type(value) for name, value in body["resources"].items()} == RESOURCES
+    assert body["resources"] == {
+        "accelerators": "H100:4", "use_spot": True,
+        "job_recovery": {"recover_on_exit_codes": [errors.PreemptedError.exit_code]},
+    }  # fmt: skip
+    assert body["secrets"] == {"FLATOUT_SECRET": None}
+    assert "secrets" not in skypilot(nodes=1)
+    assert "job_recovery" not in skypilot()["resources"]
+    assert (Path(body["file_mounts"]["~/flatout"]) / "flatout" / "launch").is_dir()
+    home = tmp_path / "home"
+    (home / "flatout-env" / "bin").mkdir(parents=True)
+    (home / "flatout-env" / "bin" / "activate").write_text(f"PATH={tmp_path}:$PATH\n")
+    (tmp_path / "python").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    env = {"HOME": str(home), "PATH": "/usr/bin:/bin", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
+    env |= {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "4"}
+    done = subprocess.run(["bash", "-c", body["run"]], capture_output=True, text=True, env=env, check=True)
+    nodes = ["--nnodes", "2", "--node-rank", "1", "--rdzv", "10.0.0.1:29400"]
+    assert done.stdout.splitlines() == ["-P", "-m", "flatout", *WORDS, "gpus=4", *nodes]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("is_spot", [True, False])
+def test_skypilot_reads_its_task(nodes, is_spot):
+    schemas = pytest.importorskip("sky.utils.schemas", reason="skypilot is not installed")
+    import jsonschema
+
+    body = skypilot(is_spot=is_spot, nodes=nodes)
+    jsonschema.validate(body, schemas.get_task_schema())
+    jsonschema.validate(body["resources"], schemas.get_resources_schema())
+
+
+def test_a_run_folder_that_is_lost_with_its_machine_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text("model: Qwen/Qwen3-0.6B\ndata: rows.jsonl\n")
+    launch = ["launch", "run.yaml", "--skypilot"]
+    assert main([*launch, "--spot"]) == 2
+    assert "checkpoint.mirror=s3://bucket/runs/run" in capsys.readouterr().err
+    assert main([*launch, "--nodes", "2", "checkpoint.mirror=s3://bucket/run"]) == 2
+    said = capsys.readouterr().err
+    assert "all nodes share the run folder" in said
+    assert "run_dir=/mnt/shared/runs/run" in said
+    for words, submit in {
+        ("--spot", "checkpoint.mirror=s3://bucket/run"): "sky jobs launch task.yaml",
+        ("--spot", "run_dir=/mnt/shared/run"): "sky jobs launch task.yaml",
+        (): "sky launch task.yaml",
+        ("--nodes", "2", "run_dir=/mnt/shared/run"): "sky launch --secret FLATOUT_SECRET task.yaml",
+    }.items():
+        assert main([*launch, "--out", "task.yaml", *words]) == 0
+        assert capsys.readouterr().out.strip().endswith(submit)
+        assert yaml.safe_load(Path("task.yaml").read_text())["run"].count("run.yaml")
+        Path("task.yaml").unlink()

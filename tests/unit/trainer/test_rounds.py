@@ -196,6 +196,36 @@ def test_a_run_that_is_killed_at_any_moment_ends_with_the_same_bits(ran, world):
     assert not list(folder.glob("rollouts/.round-*")), "journals leave with their rounds"
 
 
+@pytest.mark.exhaustive
+def test_a_stop_while_scoring_and_a_lost_disk_cost_no_answer(ran, world):
+    """The mirror has the journal of the round, and the answers of the one before."""
+    slow = "import pathlib, time\n" + REWARDS.replace(
+        "return float(", f"time.sleep(pathlib.Path({str(world.root / 'slow')!r}).exists())\n    return float("
+    )
+    (world.root / "slow.py").write_text(slow)
+    rewards = [f"{world.root}/slow.py:commas", {"path": f"{world.root}/slow.py:reward", "weight": 0.5}]
+    rollout, mirror = {"temperature": 0.8, "rewards": rewards}, {"mirror": f"file://{world.root}/store"}
+    config = world("mirrored", rollout=rollout, checkpoint=mirror)
+    file, folder, log = world.root / "mirrored.yaml", config.folder, world.root / "mirrored.log"
+    file.write_text(dump_config(config))
+    process = start(file, log)
+    while journal_lines(folder) < 4 or not (world.root / "slow").exists():
+        if (folder / "rollouts/round-000001.json").exists():
+            (world.root / "slow").touch()
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.002)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == PreemptedError.exit_code
+    assert journal_lines(folder) == 4
+    shutil.rmtree(folder)
+    (world.root / "slow").unlink()
+    assert start(file, log).wait(600) == 0, log.read_text()
+    assert "12 of 12 answers from the journal" in log.read_text()
+    for one, other in zip(stores(ran), stores(folder), strict=True):
+        assert np.array_equal(one.token_ids, other.token_ids)
+    assert_same_end(ran, folder)
+
+
 def two_ranks(world, name, code):
     """Start two ranks of a run with a reward of this code."""
     (world.root / f"{name}.py").write_text(f"import os, time\n{code}\ndef one(answer, row):\n    time.sleep(1)\n")
