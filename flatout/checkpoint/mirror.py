@@ -174,8 +174,7 @@ class Mirror(Callback):
             name = path.relative_to(self._folder).as_posix()
             if re.fullmatch(_PATH, name) and path.is_file():
                 with suppress(FileNotFoundError), open_plain(path) as file:  # of a round that is removed now
-                    # to others, lines may be appended meanwhile
-                    files[name] = self._send(file if path.suffix in _WHOLE else BytesIO(file.read()))
+                    files[name] = self._send(file if path.suffix in _WHOLE else BytesIO(file.read()))  # may grow
         manifest = MirrorManifest(**{**asdict(checkpoint), "files": files})
         name, content = f"step-{manifest.step}.{time.time_ns()}.json", encode_manifest(manifest)
         self._asked(what="write to", ask=partial(self._files.pipe_file, name, content))

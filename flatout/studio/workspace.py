@@ -51,13 +51,14 @@ class Survey:
 
 
 def require_no_code(config: Config) -> None:
-    """Raise SecurityError for a configuration that runs code of a person's own file."""
+    """Raise SecurityError for a configuration that runs code of a person's own file, or sends files elsewhere."""
     own = {"objective": config.objective.path, "optim": config.optim.path, "lora.init": config.lora.init_path}
     own |= {f"format of {source.path}": source.converter for source in config.data.sources}
     own |= {f"rollout.rewards {reward.title}": reward.function for reward in config.rollout.rewards}
+    own |= {"checkpoint.mirror": config.checkpoint.mirror}
     if where := next((f"{setting}: {path}" for setting, path in own.items() if path is not None), None):
-        what = "the file would run as code, which a page may not start"
-        raise SecurityError(f"{where}: {what}; start this run in a terminal: flatout train")
+        what = "it would be sent files" if where.startswith("checkpoint") else "the file would run as code"
+        raise SecurityError(f"{where}: {what}, which a page may not start; start this run in a terminal: flatout train")
 
 
 class Workspace:

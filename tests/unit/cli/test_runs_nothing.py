@@ -227,8 +227,8 @@ WORDS = set(
     """repo overrides --column --from --without --name --split --subset --revision --unread-files --format --key --pairs
     --template-arg --new-token --new-special-token --empty-reasoning --lost-reasoning
     --end-of-turn --special-tokens --loss-type --too-long --on-bad-row --dedupe --device --nnodes --rdzv --tmux
-    --partition --account --time --image --claim --mount --runtime --sort --tagged --note --tag --untag --compare
-    --prompt --quantize""".split()  # noqa: SIM905
+    --partition --account --time --image --claim --mount --runtime --accelerator --sort --tagged --note --tag --untag
+    --compare --prompt --quantize""".split()  # noqa: SIM905
 )
 # they take no file: demo writes its own, and studio is a server with tests of its own
 TAKE_NONE = ("demo", "studio")

@@ -38,8 +38,8 @@ ROWS = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "
 # settings that take text, and are the path of nothing: who adds one says which it is
 NO_PATHS = {
     "name", "freeze", "model.revision", "lora.targets", "lora.layers", "lora.rank_pattern", "lora.alpha_pattern",
-    "lora.modules_to_save", "objective.kind", "eval.data", "eval.best", "checkpoint.allow_change", "track.project",
-    "track.tags", "data.name", "data.new_tokens", "data.new_special_tokens",
+    "lora.modules_to_save", "objective.kind", "eval.data", "eval.best", "checkpoint.allow_change", "checkpoint.mirror",
+    "track.project", "track.tags", "data.name", "data.new_tokens", "data.new_special_tokens",
     "data.template_args", "data.end_of_turn", "data.sources.split", "data.sources.subset", "data.sources.revision",
     "data.sources.columns", "data.sources.roles", "data.sources.keys", "data.sources.system",
     "rollout.rewards.name", "rollout.rewards.field", "rollout.rewards.pattern", "rollout.rewards.json_schema",
@@ -245,6 +245,13 @@ def test_every_setting_that_takes_text_is_known_to_be_a_path_or_none(workspace, 
         given = json.dumps({"zero_optimization": {"stage": 2, **content}})
         with pytest.raises(SecurityError):
             Workspace(workspace).config(SETTINGS, ["strategy=deepspeed", f"deepspeed={given}"])
+
+
+def test_a_page_starts_no_run_that_sends_its_files_elsewhere(workspace, outside):
+    for address in (f"file://{outside}/x", "s3://bucket/run"):
+        with pytest.raises(SecurityError, match=r"checkpoint\.mirror: .* it would be sent files"):
+            Workspace(workspace).config(SETTINGS, [f"checkpoint.mirror={address}"])
+    assert Workspace(workspace).config(SETTINGS, ["checkpoint.mirror=null"]).checkpoint.mirror is None
 
 
 @pytest.mark.parametrize(
