@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, RLock, Thread
+from traceback import extract_tb
 from types import TracebackType
 from typing import Any, Self, TextIO, cast
 
@@ -26,7 +27,16 @@ from flatout.config.schema import Config, DataConfig, ModelConfig
 from flatout.config.shortcuts import expand, long_forms
 from flatout.config.spelling import in_python, spelled_for
 from flatout.environment import LAUNCHED, SECRET, environment, prepare_torch, secret_of_nodes
-from flatout.errors import OF_OWN_CODE, Fix, PreemptedError, ResourceError, UsageError, exit_refused, of_kind
+from flatout.errors import (
+    OF_OWN_CODE,
+    Fix,
+    FlatoutError,
+    PreemptedError,
+    ResourceError,
+    UsageError,
+    exit_refused,
+    of_kind,
+)
 from flatout.io.bounded_wait import to_stderr
 from flatout.io.durable_io import DurableIO, remove_unfinished
 from flatout.io.file_lock import RunLock, launcher_folder
@@ -67,7 +77,7 @@ class StoppedError(PreemptedError, Interrupted):
 def ctrl_c_told() -> Iterator[None]:
     """Raise what a Ctrl-C in the block came to as an Interrupted; also a decorator of functions.
 
-    A script that does not catch it, or a PreemptedError, ends with its sentence and exit code, without a traceback.
+    A script that does not catch it, or a FlatoutError, ends with its sentence and exit code, without a traceback.
     """
     try:
         yield
@@ -76,6 +86,9 @@ def ctrl_c_told() -> Iterator[None]:
         if error.signal != signal.SIGINT:
             raise
         raise StoppedError(str(error), error.signal) from error
+    except FlatoutError:
+        _print_plainly()
+        raise
     except KeyboardInterrupt as error:
         _print_plainly()
         again = "the same call goes on from the last checkpoint, or begins anew if there is none"
@@ -84,15 +97,16 @@ def ctrl_c_told() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _PlainHook:
-    """Python's hook for uncaught exceptions: stops are printed without a traceback, all others as `before` does."""
+    """Python's hook for uncaught exceptions: those of a person are printed as a sentence, others as `before` does."""
 
     before: Any
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, PreemptedError | Interrupted):
+        if not isinstance(error, FlatoutError | Interrupted):
             self.before(kind, error, trace)
             return
-        to_stderr(str(error))
+        frame, is_stop = extract_tb(trace)[0], isinstance(error, PreemptedError | Interrupted)
+        to_stderr(str(error) if is_stop else f"{frame.filename}:{frame.lineno}: {error}")
         if not hasattr(sys, "ps1"):  # an interactive session goes on
             raise SystemExit(error.exit_code)
 

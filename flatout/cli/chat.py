@@ -156,7 +156,7 @@ def _converse(speakers: list[_Speaker], args: argparse.Namespace) -> None:
     system, waiting = args.system, list[str](args.image)
     print("Type a message. /help lists commands; an empty line or Ctrl-D ends the chat.")
     with suppress(EOFError):
-        while (said := input("> ").strip()) and (word := said.split()[0]) != "/exit":
+        while (said := input("> ").strip()) and (word := said.split()[0]) not in ("/exit", "/quit"):
             rest = said.removeprefix(word).strip()
             if word in ("/clear", "/system"):
                 system = rest if rest and word == "/system" else system

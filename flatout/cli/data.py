@@ -150,7 +150,8 @@ def _build(args: argparse.Namespace) -> None:
         for index in range(min(3, store.num_samples)):
             print(f"\n--- Sample {index + 1} ---")
             print(printable(tokenizer.decode(store.sample(index).token_ids.tolist(), skip_special_tokens=False)))
-    say(f"\nDataset saved to: {store.folder}")
+    say(f"\n{store.num_samples:,} samples with {int(store.lengths.sum()):,} tokens")
+    say(f"Dataset saved to: {store.folder}")
     print(f"Registry updated: {config.root / REGISTRY}")
     say(f'Dataset "{config.name}" has been successfully built and saved!')
 

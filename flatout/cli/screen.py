@@ -85,7 +85,7 @@ def with_columns(read: Callable[[DataConfig], T], data: DataConfig, *, takes: bo
             mapped = next(new for new, old in pairs if new.columns != old.columns)
             message = ", ".join(f"{ours} is {theirs}" for ours, theirs in mapped.columns.items())
             message = printable(f"{mapped.path}: {message}")
-            if not (takes or _agrees(f"Take columns of {message}? [y/N] ")):
+            if not (takes or _agrees(f"Take columns of {message}? [Y/n] ")):
                 error.fixes = (Fix({"--yes": True}, "builds with these columns"), *error.fixes)
                 raise
             print(f"columns    {message}", flush=True)
@@ -93,9 +93,9 @@ def with_columns(read: Callable[[DataConfig], T], data: DataConfig, *, takes: bo
 
 
 def _agrees(question: str) -> bool:
-    """Ask at a terminal; nobody agrees elsewhere."""
+    """Ask at a terminal, where Enter agrees; nobody agrees elsewhere."""
     is_asked = sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
-    return is_asked and input(question).strip().lower() in ("y", "yes")
+    return is_asked and input(question).strip().lower() in ("", "y", "yes")
 
 
 def aligned(table: Sequence[Sequence[str]]) -> list[str]:

@@ -63,6 +63,7 @@ def resolve_alias(name: str, value: Any = True, *, is_option: bool = False) -> F
         # a slip of the finger seldom changes the first letter
         slips = [one for one in by_leaf if one[0] == leaf[:1]]
         near = near or [by_leaf[one] for one in difflib.get_close_matches(leaf, slips, n=1, cutoff=0.75)]
+        near = near or [FOREIGN_NAMES[one] for one in difflib.get_close_matches(leaf, FOREIGN_NAMES, n=1, cutoff=0.85)]
         if not near:
             return None
         ours = near[0]

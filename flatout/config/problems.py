@@ -83,7 +83,10 @@ def together(problems: Collection[Problem]) -> list[Fix]:
 
 
 def _unknown_key(item: Any, name: str, *, is_file: bool) -> Problem:
-    value = item["input"] if isinstance(item["input"], PLAIN_TYPES) else "..."
+    value = item["input"]
+    for part in name.split(".")[len(item["loc"]) :]:
+        value = value[part]
+    value = value if isinstance(value, PLAIN_TYPES) else "..."
     if len(item["loc"]) == 1 and "." in name and name in settings():
         section, _, last = name.partition(".")
         return Problem(name, f"in a file, a section holds its settings: {section}: {{{last}: {as_text(value)}}}")
@@ -152,6 +155,8 @@ def name_of(item: Any, given: Mapping[str, str]) -> str:
     name, section = ".".join(parts), str(*parts[:1])
     if name == "objective" and "objective.kind" in given:
         return "objective.kind"
+    if item["type"] == "extra_forbidden" and (below := [one for one in given if one.startswith(f"{name}.")]):
+        return below[0]
     is_own = any(f"{name}.".startswith(f"{one}.") for one in given if "." in one)
     is_short = section in LONG_FORMS and section in given and not given[section].startswith(("{", "["))
     return section if is_short and not is_own and item["type"] != "missing" else name

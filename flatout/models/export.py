@@ -119,7 +119,7 @@ def merge_adapter(target: str, out: Path, *, base: str | None = None, device: st
     model, tokenizer, num_layers = load_merged(trained, device=device)
     publish_model(model, tokenizer, out)
     dtype = str(model.dtype).removeprefix("torch.")
-    return f"merged {num_layers} layers of {trained.adapter} into {trained.base}: {out} ({dtype})"
+    return f"{out}: {trained.base} with {num_layers} layers of {trained.adapter} merged ({dtype})"
 
 
 def require_empty(out: Path) -> None:

@@ -81,7 +81,7 @@ def evaluate_now(run: TrainingRun) -> bool:
     )
     if progress.step == 0 and run.device.type == "cpu" and run.config.eval.prompts is None:
         # on a CPU they take longer than the evaluation, and nobody has asked for these
-        run.reporter.stage("answers", "none before step 1 on a CPU; set eval.prompts to see what the model says then")
+        run.reporter.stage("answers", "those before step 1 are left out on a CPU; set eval.prompts to have them")
     else:
         answer_prompts(run)
     if progress.first_eval_loss is None:

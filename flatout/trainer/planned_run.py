@@ -17,7 +17,7 @@ from flatout.config.schema import Config
 from flatout.data.kl_pairs import KLStore, make_kl_store
 from flatout.data.reference_column import lacks_reference
 from flatout.data.token_store import TokenStore
-from flatout.errors import DataError, Fix, UsageError
+from flatout.errors import DataError, Fix, UsageError, counted
 from flatout.io.kept_facts import hashes_of
 from flatout.models.lora.adapter_file import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from flatout.models.scoring import Scoring
@@ -50,6 +50,9 @@ FACTS_BY_NAME = {
 }
 # paths and process counts may differ between nodes; content is compared by fingerprint
 NODE_LOCAL = frozenset({"run_dir", "gpus", "data.root", "data.sources", "data.tokenizer", "data.num_procs"})
+
+# runs of fewer steps are told
+FEW_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +172,10 @@ def plan_run(
         check_backward_update(settings, plan, rank)
     if note := warmup_note(config.schedule, plan.num_steps):
         reporter.stage("schedule", note)
+    if plan.num_steps < FEW_STEPS and config.batch.max_steps is None and data.rollouts is None:
+        num_steps = counted(plan.num_steps, "optimizer step")
+        why = f"a run of {num_steps} learns little; raise batch.epochs, or lower batch.samples_per_step"
+        reporter.event("few_steps", {"why": why})
     reporter.stage("strategy", steps.parallel_layout.reason)
     reporter.stage("memory", memory.reason)
     reporter.stage("plan", plan.describe(steps.parallel_layout.context_ranks))

@@ -77,7 +77,7 @@ def test_merge_command_writes_a_plain_folder_with_equal_logits(run_dir, trained,
     merge_cli.add_arguments(parser)
     out = tmp_path / "merged"
     merge_cli.run(parser.parse_args([str(run_dir), "--out", str(out)]))
-    assert "merged 14 layers" in capsys.readouterr().out
+    assert "with 14 layers of" in capsys.readouterr().out
     merged = plain_load(out)
     torch.testing.assert_close(logits(merged), logits(trained[0]), atol=1e-4, rtol=1e-5)
     assert merged.get_input_embeddings().weight is merged.get_output_embeddings().weight

@@ -1,4 +1,4 @@
-"""Ctrl-C in a script that trains: one sentence and the command line's exit code, and a script may catch it."""
+"""What ends a script that trains: one sentence and the command line's exit code; a script may catch it."""
 
 from __future__ import annotations
 
@@ -93,3 +93,19 @@ def test_a_script_that_catches_it_goes_on_and_ends_with_it_where_it_is_raised_ag
     assert last[-2] == "then 4"
     assert last[-1].startswith(SAVED)
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "last"),
+    [
+        ("flatout.train('m', data=[{'user': 'a', 'assistant': 'b'}], device='cpu')", 3, "own.py:3: row 1 of your data"),
+        ("len(flatout)", 1, "TypeError: object of type 'module' has no len()"),
+    ],
+)
+def test_a_script_ends_with_its_line_and_a_sentence_and_a_fault_of_its_own_with_a_traceback(
+    tiny, tmp_path, body, code, last
+):
+    (tmp_path / "own.py").write_text(f"import flatout\n\n{body.replace(repr('m'), f'model={str(tiny.model_dir)!r}')}\n")
+    done = subprocess.run([sys.executable, "own.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, code == 1), done.stderr
+    assert last in done.stderr.splitlines()[-1]

@@ -311,7 +311,7 @@ def test_runs_are_found_by_name(here, capsys):
         ("report run --format md", "# run: complete"),
         ("watch run", "summary    complete, 2 of 2 steps"),
         ("chat run --prompt Hello --max-new-tokens 1 --temperature 0 --device cpu", ""),
-        ("merge run --out merged", "merged 14 layers"),
+        ("merge run --out merged", "with 14 layers of"),
         ("export run --to gguf --out gguf", "written"),
     ):
         assert main(words.split()) == 0

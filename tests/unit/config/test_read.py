@@ -48,6 +48,22 @@ def test_all_problems_are_told_at_once(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("typed", "fix"),
+    [
+        ("bacth.epochs=3", {"batch.epochs": 3}),
+        ("lerning_rate=1e-4", {"optim.lr": "1e-4"}),
+        ("optim.lerning_rate=1e-4", {"optim.lr": "1e-4"}),
+        ("optim.qqqq=1", None),
+    ],
+)
+def test_a_slip_in_an_override_is_of_the_command_line_and_has_its_fix(tmp_path, typed, fix):
+    refusal = refusal_of(tmp_path, MINIMAL, typed)
+    assert refusal.text.startswith("the command line: ")
+    assert refusal.problems[0].startswith(f"{typed.partition('=')[0]}: unknown key")
+    assert [one.settings for one in refusal.fixes] == ([fix] if fix else [])
+
+
+@pytest.mark.parametrize(
     ("text", "core"),
     [
         ("lora: {}\n", "model: missing; every run needs it"),

@@ -186,7 +186,7 @@ def test_columns_that_mean_nothing_are_not_taken(tiny, tmp_path, capsys):
     assert "no known format has these columns" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("typed", "code"), [("y\n", 0), ("\n", 3)])
+@pytest.mark.parametrize(("typed", "code"), [("\n", 0), ("n\n", 3)])
 def test_near_columns_are_taken_on_a_yes_at_a_terminal(tiny, tmp_path, monkeypatch, typed, code):
     monkeypatch.chdir(tmp_path)
     Path("qa.csv").write_text("question,answer\nWhat is it?,A thing.\n")
@@ -202,4 +202,4 @@ def test_near_columns_are_taken_on_a_yes_at_a_terminal(tiny, tmp_path, monkeypat
         while block := os.read(ours, 4096):
             shown += block
     os.close(ours)
-    assert b"Take columns of qa.csv: instruction is question, output is answer? [y/N]" in shown
+    assert b"Take columns of qa.csv: instruction is question, output is answer? [Y/n]" in shown
