@@ -77,6 +77,8 @@ def test_what_triton_compiles_with_is_looked_for(monkeypatch, tmp_path, compiler
     """Debian's Python comes without its header, which the package python3-dev has."""
     known = metadata.version
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: None)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     monkeypatch.setattr(metadata, "version", lambda name: "3.7.1" if name == "triton" else known(name))
     monkeypatch.setattr(shutil, "which", lambda name: compiler if name == "gcc" else None)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
