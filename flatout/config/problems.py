@@ -84,7 +84,7 @@ def together(problems: Collection[Problem]) -> list[Fix]:
 
 def _unknown_key(item: Any, name: str, *, is_file: bool) -> Problem:
     value = item["input"]
-    for part in name.split(".")[len(item["loc"]) :]:
+    for part in name.split(".")[len(item["loc"]) :] if isinstance(value, dict) else ():
         value = value[part]
     value = value if isinstance(value, PLAIN_TYPES) else "..."
     if len(item["loc"]) == 1 and "." in name and name in settings():

@@ -119,12 +119,15 @@ MENDED = [row for row in MISTAKES["commands"] if row.get("fixes")]
 def test_each_fix_is_accepted(world, monkeypatch, capsys, row):
     """With what its own refusals say to set besides: eval.every_steps needs rows to evaluate on."""
     monkeypatch.chdir(world)
-    verb = row["typed"].split()[0]
+    verb, *words = row["typed"].split()
+    # a field of a loss is set beside the loss
+    loss = [word for word in words if word.startswith("objective=")]
     for settings in row["fixes"]:
         for _ in range(3):
             named = {name: value for name, value in settings.items() if name[:2] != "--"}
             try:
-                make_config({"model": "model"}, shlex.split(str(Fix(named))))
+                of_loss = loss if any(name.startswith("objective.") for name in named) else []
+                make_config({"model": "model"}, [*of_loss, *shlex.split(str(Fix(named)))])
                 break
             except FlatoutError as error:
                 settings = {**settings, **error.fixes[0].settings}
