@@ -76,7 +76,6 @@ def test_the_demo_of_rounds_says_how_much_was_learned_and_what_to_look_at(tmp_pa
 
     monkeypatch.setattr(rounds, "first_config", short_first)
     monkeypatch.setattr(rounds, "rounds_config", two_rounds)
-    monkeypatch.setattr(rounds, "write_demo", write.write_demo)
     monkeypatch.setattr(rounds, "NUM_PROMPTS", 40)
     folder = tmp_path / "demo"
     assert main(["demo", "--rl", "--out", str(folder)]) == 1
