@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> None:
     if args.round is None:
         print("\n".join(aligned(round_rows(log, "-"))))
         return
-    from flatout.view.rollouts import read_round, why_gone  # imports the tokenizer
+    from flatout.view.rollouts import distinct, read_round, why_gone  # imports the tokenizer
 
     record = next((one for one in log.rounds if one.round == args.round), None)
     if record and (why := why_gone(args.run, record)):
@@ -39,9 +39,9 @@ def run(args: argparse.Namespace) -> None:
         print(f"{why}; its record has {len(answers)} of {record.num_answers:,} answers")
     else:
         answers = read_round(args.run, args.round).answers
-    ends = {"best": answers[: args.best], "worst": answers[: -args.worst - 1 : -1]}
+    ends = {"best": distinct(answers, args.best), "worst": distinct(answers[::-1], args.worst)}
     if answers and answers[0].reward is None:
-        ends = {"some answers": answers[: args.best + args.worst]}
+        ends = {"some answers": distinct(answers, args.best + args.worst)}
     for title, some in ends.items():
         if some:
             print("\n".join([f"{f' {title} of round {args.round} ':=^{WIDTH}}", *map(_answer, some)]))

@@ -21,13 +21,18 @@ from flatout.track.run_log import RunLog
 # steps after each start that allocate, compile and fill caches; rates leave them out
 WARM_UP_STEPS = 3
 # events of every healthy run; all others are counted in the summary
-ROUTINE_EVENTS = {"saved", "compiled", "changed", "stopped", "removed", "kept", "rows", "start_up", "learning_rate"}
+ROUTINE_EVENTS = {
+    "saved", "compiled", "changed", "stopped", "removed", "kept", "rows", "start_up", "learning_rate",
+    "few_steps", "few_held_out",
+}  # fmt: skip
 _MENDED_FIRST = (UsageError, DataError, CheckpointError)
 # losses of single steps are noisy: compare means of this share of the records, at least MIN_COMPARED
 COMPARED_SHARE, MIN_COMPARED = 0.1, 3
 # an evaluation counts as worse if it lost more than this share of what training had gained, and a reward if it also
 # lost more than so many standard errors of the difference (docs/rollouts.md)
 NOTABLE_SHARE, NOTABLE_STDERRS = 0.01, 2.0
+# shares of steps without anything to learn from, and of answers that were cut in the last round, that are warned of
+IDLE_SHARE, NOTABLE_CUT_SHARE = 0.5, 0.9
 # what a run is judged by: the field of its records of a kind
 JUDGED = {"step": "loss", "eval": "eval_loss", "round": "reward", "held_out": "reward"}
 JUDGED_ROWS = {kind: FIGURES[KINDS[kind]][name] for kind, name in JUDGED.items()}
@@ -68,6 +73,8 @@ class LostTime:
     checkpoint_s: float
     """What training waited for."""
     eval_s: float
+    sample_s: float
+    score_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +194,9 @@ def lost_time(log: RunLog) -> LostTime:
         data_wait_s=total(lambda step: step.data_wait_s),
         compile_s=sum(_numbers(log, "compiled", "seconds")),
         checkpoint_s=total(lambda step: step.checkpoint_wait_s) + sum(_numbers(log, "saved", "staged_s")),
-        eval_s=sum(one.eval_s for one in log.evals),
+        eval_s=sum(one.eval_s for one in log.evals) + sum(one.eval_s for one in log.held_out),
+        sample_s=sum(one.sample_s for one in log.rounds),
+        score_s=sum(one.score_s for one in log.rounds),
     )
 
 
@@ -214,11 +223,14 @@ def next_commands(log: RunLog) -> list[str]:
         return [*again, report, watch]
     if any(event.get("kind") == "random_base" for event in log.events):
         return [report]  # nothing loads this adapter: no file keeps its base model
-    last = f"flatout eval {folder} --tasks arc_easy"
-    scores = log.start is not None and log.start.scores
-    if log.start is None or log.start.method == "lora":
-        last = f"flatout merge {folder} --out {shlex.quote(str(log.folder / 'merged'))}"
-    return [f"flatout eval {folder} --rows FILE" if scores else f"flatout chat {folder}", report, last]
+    first = f"flatout chat {folder}"
+    if log.start is not None and log.start.scores:
+        first = f"flatout eval {folder} --rows FILE"
+    elif log.rounds:
+        first = f"flatout rollouts {folder} --round {log.rounds[-1].round}"
+    if log.start is not None and log.start.method != "lora":
+        return [first, report]
+    return [first, report, f"flatout merge {folder} --out {shlex.quote(str(log.folder / 'merged'))}"]
 
 
 def summary_lines(summary: RunSummary, commands: Sequence[str], *, is_short: bool = False) -> list[str]:
@@ -299,7 +311,8 @@ def _summarize(
 
 def _describe(one: EvalSummary) -> str:
     first, last, best = one.texts
-    best = "the best" if last == best else f"{best} best, after step {one.best_step:,}"
+    same = "no change" if first == last else "the best"
+    best = same if last == best else f"{best} best, after step {one.best_step:,}"
     return f"{first} first, {last} last, {best}"
 
 
@@ -322,9 +335,15 @@ def _warnings(log: RunLog, evaluation: EvalSummary | None) -> list[str]:
     if len(losses) >= 2 * num and sum(losses[-num:]) >= sum(losses[:num]):
         warnings.append(f"the loss of the last {num} records is not lower than of the first {num}")
     warnings += dict.fromkeys(str(event.get("why")) for event in log.events if event.get("kind") in BAD_RESULTS)
-    if log.steps and all(step.loss is None for step in log.steps):
+    num_idle = sum(step.num_recorded for step in log.steps if step.loss is None)
+    if log.steps and num_idle >= IDLE_SHARE * log.steps[-1].step:
         whys = dict.fromkeys(str(event.get("why")) for event in log.events if event.get("kind") == "skipped")
-        warnings.append(f"no step changed the model: {'; '.join(whys)}")
+        some = f"{num_idle:,} of {log.steps[-1].step:,} steps changed nothing"
+        what = some if any(step.loss is not None for step in log.steps) else "no step changed the model"
+        warnings.append(f"{what}: {'; '.join(whys)}")
+    if log.rounds and (share := log.rounds[-1].cut_share) >= NOTABLE_CUT_SHARE:
+        many = f"{share:.0%} of the answers of round {log.rounds[-1].round:,}"
+        warnings.append(f"{many} were cut at rollout.max_new_tokens; raise it, or reward shorter answers")
     slow = dict.fromkeys(str(event.get("rank")) for event in log.events if event.get("kind") == "straggler")
     if slow:
         warnings.append(f"slow for many steps: rank {', '.join(slow)}; all ranks wait for it")

@@ -73,7 +73,7 @@ def open_prompts(config: Config, max_positions: int | None, reporter: Reporter) 
     # of 25, the standard error of a reward of 0 or 1 is 0.1
     if 0 < len(held_out_ids) < 25:
         few = f"{counted(len(held_out_ids), 'held-out prompt')} (eval.fraction={config.eval.fraction:g})"
-        reporter.event("held_out", {"why": f"{few} may choose best/ by chance; 25 or more are better"})
+        reporter.event("few_held_out", {"why": f"{few} may choose best/ by chance; 25 or more are better"})
     return opened, bounds_store(opened, rollout.max_new_tokens, max_positions)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from flatout.errors import UsageError
 from flatout.track.record import RatedAnswer, RoundRecord
 from flatout.track.run_log import read_run
 
+Answer = TypeVar("Answer", bound=RatedAnswer)
 _BY_FUNCTION = f"{REWARD}_"
 
 
@@ -40,12 +43,20 @@ class RoundAnswers:
     answers: tuple[TrainedAnswer, ...]
 
     def best(self, count: int = 5) -> tuple[TrainedAnswer, ...]:
-        """Return the answers with the greatest rewards."""
-        return self.answers[:count]
+        """Return the answers with the greatest rewards; of equal ones to a prompt, one."""
+        return distinct(self.answers, count)
 
     def worst(self, count: int = 5) -> tuple[TrainedAnswer, ...]:
-        """Return the answers with the least rewards, the least first."""
-        return self.answers[: -count - 1 : -1]
+        """Return the answers with the least rewards, the least first; of equal ones to a prompt, one."""
+        return distinct(self.answers[::-1], count)
+
+
+def distinct(answers: Sequence[Answer], count: int) -> tuple[Answer, ...]:
+    """Return the first of answers, and of equal ones to a prompt only one."""
+    by_text: dict[tuple[str, str], Answer] = {}
+    for one in answers:
+        by_text.setdefault((one.prompt, one.answer), one)
+    return tuple(by_text.values())[:count]
 
 
 def why_gone(folder: Path, record: RoundRecord) -> str | None:

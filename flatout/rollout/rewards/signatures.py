@@ -16,6 +16,8 @@ FORMS = (
 )
 # the parameter that tells a form
 _TELLING = {"completions": "trl", "solution_str": "verl", "answer": "answer"}
+# all that a form can give; in TRL's, a column can have any name
+_KNOWN = {"verl": {"data_source", "solution_str", "ground_truth", "extra_info"}, "answer": {"answer", "row"}}
 
 
 class Signature(NamedTuple):
@@ -68,7 +70,8 @@ def signature_of(function: Callable[..., Any], name: str) -> Signature:
     kinds = {parameter.name: parameter.kind for parameter in parameters}
     named = {each for each, kind in kinds.items() if kind in (kind.POSITIONAL_OR_KEYWORD, kind.KEYWORD_ONLY)}
     form = next((form for telling, form in _TELLING.items() if telling in named), None)
-    if form is None or (form == "answer" and "row" not in named):
+    needed = {each.name for each in parameters if each.name in named and each.default is each.empty}
+    if form is None or (form == "answer" and "row" not in named) or needed - _KNOWN.get(form, needed):
         got = ", ".join(kinds) or "no parameters"
         raise UsageError(f"{name} has the parameters {got}, which is no known form; write it as {' or '.join(FORMS)}")
     call = function if inspect.isroutine(function) else type(function).__call__

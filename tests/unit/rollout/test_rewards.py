@@ -212,6 +212,7 @@ def grows(answer, row):
     return os.getpid()
 def no_form(prompt, response): return 1
 def no_row(answer): return 1
+def no_tokenizer(answer, row, tokenizer): return 1
 not_callable = 3
 """
 
@@ -374,7 +375,7 @@ def test_what_progress_raises_ends_calls_that_hang_and_the_pool_goes_on(tmp_path
         assert (pool.score(items("5", row=row)).total == 1).all()
 
 
-@pytest.mark.parametrize("name", ["no_form", "no_row", "not_callable", "absent"])
+@pytest.mark.parametrize("name", ["no_form", "no_row", "no_tokenizer", "not_callable", "absent"])
 def test_what_cannot_be_called_is_refused_before_any_answer(forms, tmp_path, name):
     with Rewards(configs(*named(forms, "with_default")), tmp_path / "log", num_procs=1, log=lambda line: None):
         pass

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from flatout.errors import CheckpointError
-from flatout.track.record import EvalFigures, EvalRecord, RunEnd, StepRecord
+from flatout.track.record import EvalFigures, EvalRecord, HeldOutRecord, RoundRecord, RunEnd, StepRecord
 from flatout.track.run_log import RunLog
 from flatout.track.summary import next_commands, short_count, short_time, summarize, summary_lines
 
@@ -77,6 +77,23 @@ def test_what_went_wrong_is_a_warning():
     assert "the loss of the last 3 records is not lower than of the first 3" in text
     assert "slow for many steps: rank 1;" in text
     assert "2 lines of this run's files could not be read" in text
+
+
+@pytest.mark.parametrize(("idle", "cut"), [(4, 0.5), (5, 0.9)])
+def test_rounds_that_teach_nothing_and_answers_that_are_cut_are_warnings(idle, cut):
+    found = log()
+    found.evals, found.events = [], [{"kind": "skipped", "why": "all rewards of each group are equal"}]
+    found.steps = [replace(step, loss=0.0 if n >= idle else None) for n, step in enumerate(found.steps)]
+    found.rounds = [RoundRecord(0, 1, 0.25, 64, 0, 48, 300.0, cut, 0.25, 20.0, 5.0, 0.0, 900.0)]
+    found.held_out = [HeldOutRecord(step, 0.5, 0, 3.0) for step in (0, 100)]
+    lines = summary_lines(summarize(found), next_commands(found))
+    text = " ".join(" ".join(lines).split())
+    many = idle >= 5
+    assert ("50 of 100 steps changed nothing: all rewards of each group are equal" in text) is many
+    assert ("90% of the answers of round 1 were cut at rollout.max_new_tokens" in text) is many
+    assert "held_out 0.5 first, 0.5 last, no change" in text
+    assert "eval 6 s, sample 20 s, score 5 s" in text
+    assert "next flatout rollouts runs/x --round 1" in text
 
 
 def test_a_loss_that_falls_after_the_best_by_another_metric_is_no_warning():
