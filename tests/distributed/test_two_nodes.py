@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -18,7 +19,9 @@ NUM_STEPS = 150
 HOST = "10.213.77.1"
 TAG = f"fl{os.getpid() % 100_000}"
 NODES = (f"{TAG}a", f"{TAG}b")
-needs_root = pytest.mark.skipif(os.getuid() != 0, reason="network namespaces need root")
+needs_root = pytest.mark.skipif(
+    os.getuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and the command ip"
+)
 
 
 def ip(*words: str) -> subprocess.CompletedProcess[str]:
