@@ -38,7 +38,9 @@ from flatout.track.record import RunStart
 SAY_S = 4.0
 _ATTEMPTS, _NUM_DOWNLOADS, _CHUNK_BYTES = 5, 8, 8 << 20
 _MANIFEST = re.compile(r"step-\d+\.\d+\.json")
-_BESIDE = ("config.yaml", "metrics.jsonl", "answers.jsonl", "pictures.jsonl", "rollouts", "final", "best")
+_BESIDE = ("config.yaml", "metrics.jsonl", "answers.jsonl", "pictures.jsonl", "rollouts")
+# sent with the last checkpoint alone: with an older one, the run would count as complete without what followed it
+_RESULTS = ("final", "best")
 _WHOLE = (".npy", ".safetensors")
 # plain names, so that a manifest cannot point outside the run's folder, of kinds of files that do not run
 _PATH = (
@@ -72,6 +74,7 @@ class Mirror(Callback):
         self._manifests: dict[str, MirrorManifest] = {}
         self._lock, self._num_bytes, self._why_missing = Lock(), 0, ""
         self._waiting: Path | None = None
+        self._has_ended = False
         self._thread: Thread | None = None
 
     def open(self, reporter: Reporter) -> None:
@@ -129,6 +132,7 @@ class Mirror(Callback):
 
     def finish(self) -> None:
         """Wait until all is sent, and say how far it is. Raises ResourceError if the newest checkpoint is not there."""
+        self._has_ended = True
         self.on_start()
         while (thread := self._thread) is not None:
             thread.join(SAY_S)
@@ -160,6 +164,7 @@ class Mirror(Callback):
 
     def _upload(self, folder: Path) -> None:
         """Send what is not there yet, then the manifest, and then remove what is old."""
+        beside = _BESIDE + _RESULTS if self._has_ended else _BESIDE
         with ExitStack() as stack:
             checkpoint, files = read_manifest(folder), dict[str, FileFacts]()
             # open from now on, so that they can be read once rotation has removed them
@@ -170,7 +175,7 @@ class Mirror(Callback):
                 files[f"checkpoints/step-{checkpoint.step}/{name}"] = facts = self._send(file)
                 if checkpoint.files.get(name, facts) != facts:
                     raise CheckpointError(f"{folder / name} was damaged on this disk")
-        for path in (path for name in _BESIDE for path in (self._folder / name, *(self._folder / name).rglob("*"))):
+        for path in (path for name in beside for path in (self._folder / name, *(self._folder / name).rglob("*"))):
             name = path.relative_to(self._folder).as_posix()
             if re.fullmatch(_PATH, name) and path.is_file():
                 with suppress(FileNotFoundError), open_plain(path) as file:  # of a round that is removed now

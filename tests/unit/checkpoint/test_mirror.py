@@ -119,6 +119,16 @@ def test_a_machine_that_is_lost_at_any_moment_costs_no_bit(num_kills, tiny, tmp_
     assert (config.folder / "final" / "model.safetensors").exists(), "results, too"
 
 
+def test_results_are_sent_with_the_last_checkpoint_alone(tiny, tmp_path, store):
+    """A store so slow that the run is complete while its first checkpoint is being sent."""
+    store.write_s = 0.1
+    train(config_of(tiny, tmp_path / "run", 4, checkpoint={"keep": 10}))
+    has_results = {one["step"]: any(name.startswith("final/") for name in one["files"]) for one in manifests(store)}
+    assert has_results.pop(4)
+    assert has_results
+    assert not any(has_results.values())
+
+
 def test_the_mirror_keeps_what_the_disk_keeps(tiny, tmp_path, store):
     evaluation = {"fraction": 0.2, "every_steps": 1, "min_delta": 100.0}  # the first one stays the best
     config = config_of(tiny, tmp_path / "run", 5, checkpoint={"keep": 1}, eval=evaluation)
