@@ -97,7 +97,7 @@ def ctrl_c_told() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _PlainHook:
-    """Python's hook for uncaught exceptions: those of a person are printed as a sentence, others as `before` does."""
+    """Python's hook for uncaught exceptions: prints our errors and stops as a sentence, all others as `before` does."""
 
     before: Any
 

@@ -42,7 +42,7 @@ _ROWS = (
     _verb("watch", "Train", "show a running or finished run: progress, loss, speed, ranks, events", "run"),
     _verb("replay", "Train", "take steps of a run again, from a checkpoint, and compare every bit",
           "run --step 40"),
-    _verb("launch", "Train", "write an sbatch script or a Kubernetes manifest for a run",
+    _verb("launch", "Train", "write a job for Slurm, Kubernetes or SkyPilot",
           "run.yaml --slurm --nodes 2 --out job.sh", takes_overrides=True),
     _verb("runs", "See", "list runs with their losses, times and sizes", "--sort loss"),
     _verb("rollouts", "See", "list the rounds of a run, or show answers of one with their rewards", "run --round 12"),

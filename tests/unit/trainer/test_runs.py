@@ -20,7 +20,7 @@ from flatout.errors import CheckpointError, DataError, NumericError, ResourceErr
 from flatout.io.durable_io import DurableIO
 from flatout.optim.lr_schedule import lr_factor
 from flatout.parallel.rank import Rank
-from flatout.track.callback import Reporter
+from flatout.track.callback import MemoryCallback, Reporter
 from flatout.track.run_log import read_run
 from flatout.trainer import loop
 from flatout.trainer.planned_run import open_and_plan
@@ -373,6 +373,14 @@ def test_training_rows_in_an_evaluation_set_are_told(tiny, tmp_path):
     assert overlaps("other", {"data": "some"}) == [20]
     # equal rows are on one side of the split
     assert overlaps("held-out", {"fraction": 0.25}) == []
+
+
+@pytest.mark.parametrize(("samples_per_step", "is_told"), [(24, True), (12, False)])
+def test_a_run_of_few_steps_is_told(tiny, tmp_path, samples_per_step, is_told):
+    """Of 5 steps, and of 10; 120 samples."""
+    told, batch = MemoryCallback(), {"samples_per_step": samples_per_step, "max_steps": None}
+    open_and_plan(tiny.config(tmp_path / "run", batch=batch), Reporter(told), Rank())
+    assert ("few_steps" in dict(told.events)) is is_told
 
 
 def test_no_copy_of_an_evaluation_row_is_trained_on(tiny, tmp_path):
