@@ -18,7 +18,8 @@ flatout's is timed after training, when nothing is compiled any more; TRL's is t
 the hash of the model's weights, which takes longer than the rest and is left out.
 
 `--peer-path` folders are for TRL's process alone: TRL itself where it is not installed, and a package that hands
-torch's FlashAttention-2 to transformers where no flash-attn wheel exists.
+torch's FlashAttention-2 to transformers where no flash-attn wheel exists. `--cap 24GB` shows every row a GPU of that
+size, as `python -m benchmarks.bench --cap` does.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench import cap
 from bench.figures import WARMUP_STEPS
 from bench.machine import gpu_header, gpu_memory, versions
 from bench.parts import run_part, telling
@@ -345,6 +347,7 @@ def table(results: dict[str, Any], args: argparse.Namespace) -> str:
 
 def part(args: argparse.Namespace) -> None:
     """One row, in this process; the first rank tells its figures."""
+    cap.apply(args.cap)
     if not Rank.from_env().is_first:
         ours(args, args.part)
         return
@@ -382,6 +385,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=5, help="timed steps (5)")
     parser.add_argument("--time-limit", type=float, default=480.0, help="seconds for all rows (480)")
     parser.add_argument("--trials-s", type=float, default=120.0, help="seconds after which TRL tries no more (120)")
+    parser.add_argument("--cap", type=cap.total_bytes, metavar="GPU", help="see a GPU of this size, such as 24GB")
     parser.add_argument("--peer-path", type=Path, action="append", default=[], metavar="FOLDER")
     parser.add_argument("--out", type=Path, default=Path("/tmp/preference"))
     parser.add_argument("--part", choices=ROWS, help=argparse.SUPPRESS)

@@ -51,10 +51,10 @@ from bench.figures import WARMUP_STEPS
 from bench.rows import LENGTHS
 from bench.samples import CHAT, LABEL_SHARE, MAX_ID, MIN_ID, Samples, random_samples
 from bench.shapes import SHAPES, shape_config
+from bench.steps import planned_memory
 from whole_steps import gib, on_each_rank, prepare, spread_over, take_steps
 
 from flatout.data.add_column import add_column
-from flatout.planner.memory.sizes import MicroBatchSize
 from flatout.track.callback import MemoryCallback
 from flatout.track.record import StepRecord
 from flatout.trainer.state import TrainingRun
@@ -251,22 +251,6 @@ def measure(args: argparse.Namespace, launched_s: float) -> dict[str, Any] | Non
         **planned_memory(run),
         "loss": [losses[0], losses[-1]],
         "losses": losses,
-    }
-
-
-def planned_memory(run: TrainingRun) -> dict[str, Any]:
-    """What the plan counts for the largest micro-batch of these steps, and its parts; nothing without a GPU."""
-    if run.memory.model is None:
-        return {}
-    batches = [batch for step in run.plan.steps() for batch in step.by_rank[run.rank.index]]
-    largest = max(batches, key=lambda batch: batch.num_tokens)
-    size = MicroBatchSize(largest.num_tokens, largest.num_label_tokens, len(largest.sample_ids))
-    planned = run.memory.model.estimate(size, run.memory.recompute, accumulates=run.memory.accumulates)
-    parts = ("weights", "adapter", "gradients", "optimizer", "activations", "working")
-    return {
-        "planned_gib": round(planned.total_bytes / 2**30, 2),
-        "planned_parts_gib": {part: round(getattr(planned, f"{part}_bytes") / 2**30, 2) for part in parts},
-        "largest_micro_batch": largest.num_tokens,
     }
 
 

@@ -6,6 +6,7 @@ the runs never holds GPU memory.
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -57,6 +58,13 @@ def write_model(shape: str, folder: Path) -> None:
     model.save_pretrained(str(half_done), max_shard_size="4GB")
     write_tokenizer(half_done)
     half_done.rename(folder)
+
+
+def write_weightless_model(shape: str, folder: Path) -> None:
+    """What flatout draws random weights from: config.json and a tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shape_config(shape)), encoding="utf-8")
+    write_tokenizer(folder)
 
 
 if __name__ == "__main__":

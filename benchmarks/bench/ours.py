@@ -1,4 +1,4 @@
-"""One measured run of flatout in this process, as a module with JOB.json."""
+"""One measured run of flatout in this process, as a module with JOB.json; it exits as `flatout train` does."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ from typing import Any
 from flatout.config.read import make_config
 from flatout.data.registry import built_dir
 from flatout.data.token_store import TokenStore
+from flatout.environment import named_capability
+from flatout.errors import FlatoutError
+from flatout.kernels.capability import choose_kernels_of
 from flatout.parallel.rank import Rank
 from flatout.track.callback import Callback, MemoryCallback, Reporter
 from flatout.track.console import ConsoleCallback
 from flatout.track.record import StepRecord
 
+from . import cap
 from .figures import WARMUP_STEPS, recorded_figures
 from .machine import gpu_header, gpu_memory, versions
 from .samples import NAME, digest
-from .steps import take_steps
+from .steps import planned_memory, take_steps
 
 
 def base_values(job: dict[str, Any], overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -46,16 +50,23 @@ def measure(job: dict[str, Any]) -> dict[str, Any] | None:
     recorder, is_first = MemoryCallback(), Rank.from_env().is_first
     config = make_config(base_values(job, job["overrides"]), job["overrides"])
     callbacks: list[Callback] = [ConsoleCallback(), recorder]
-    take_steps(config, Reporter(*(callbacks if is_first else ())))
+    run = take_steps(config, Reporter(*(callbacks if is_first else ())))
     if not is_first:
         return None
     memory, gpu, steps = gpu_memory(), gpu_header(), recorder.steps
     timed = steps[WARMUP_STEPS:]
     timed_s = sum(step.step_s for step in timed)
     store = TokenStore.open(built_dir(Path(job["data_root"]), NAME), verify=False)
+    memory = memory or {"peak_allocated_gib": max(step.peak_memory_bytes for step in steps) / 2**30}
+    if planned := planned_memory(run):
+        planned["planned_error_percent"] = 100 * (planned["planned_gib"] / memory["peak_allocated_gib"] - 1)
     return {
         **recorded_figures(recorder, job["launched_s"]),
-        **(memory or {"peak_allocated_gib": max(step.peak_memory_bytes for step in steps) / 2**30}),
+        **memory,
+        **planned,
+        "recompute": run.memory.recompute,
+        "micro_batch_tokens": run.memory.micro_batch_tokens,
+        "out_of_memory_steps": [facts["step"] for kind, facts in recorder.events if kind == "out_of_memory"],
         "first_step_s": steps[0].step_s,
         "data_wait_share": sum(step.data_wait_s for step in timed) / timed_s,
         "flops_per_token": sum(s.flops_per_s * s.step_s for s in timed) / sum(s.num_tokens for s in timed),
@@ -97,7 +108,15 @@ def load_s(recorder: MemoryCallback) -> float:
 def main(path: Path) -> None:
     """Read the job, measure, write its result file."""
     job = json.loads(path.read_text(encoding="utf-8"))
-    if (result := measure(job)) is not None:
+    try:
+        cap.apply(job["cap_bytes"])
+        # before the plan, which asks for the GPU's arithmetic
+        choose_kernels_of(named_capability())
+        result = measure(job)
+    except FlatoutError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    if result is not None:
         Path(job["result"]).write_text(json.dumps(result), encoding="utf-8")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from flatout.data.registry import built_dir
-from flatout.environment import allocator_env, environment
+from flatout.environment import CAPABILITY, allocator_env, environment
 from flatout.errors import ResourceError, UsageError
 
+from .cap import ran_out, used_share
 from .figures import WARMUP_STEPS
-from .inputs import write_samples
+from .inputs import write_samples, write_weightless_model
 from .machine import gpu_header, versions
 from .rows import Row, mode_of
 from .samples import NAME, digest
@@ -30,7 +32,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1]
 OURS = ("-m", "bench.ours")
 # a first run of a row is started only if this much time is left; later ones by what the first took
 FIRST_RUN_S = 60.0
-LOG_TAIL = 1500
+LOG_TAIL, SHOWN = 1500, 300
 # in every line that torchrun writes once a rank has failed
 LAUNCHER_LINE = "torch/distributed/elastic/multiprocessing/api.py"
 # what a run gets to stop by itself once its time is up
@@ -39,7 +41,10 @@ STOP_S = 10.0
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure. `paths` go before sys.path of peers' programs; `parity` holds the gate's verdict by mode."""
+    """How to measure. `paths` go before sys.path of peers' programs; `parity` holds the gate's verdict by mode.
+
+    `cap_bytes` are the memory of the GPU that each run is to see, `capability` is what flatout chooses kernels by.
+    """
 
     out: Path
     work: Path
@@ -50,6 +55,8 @@ class Settings:
     peer_program: Path | None = None
     paths: tuple[str, ...] = ()
     parity: Mapping[str, bool] = field(default_factory=dict)
+    cap_bytes: int | None = None
+    capability: str | None = None
 
 
 def run_rows(rows: Sequence[Row], settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
@@ -60,7 +67,10 @@ def run_rows(rows: Sequence[Row], settings: Settings, say: Callable[[str], None]
     started = time.monotonic()
     _check(rows, settings)
     results: dict[str, Any] = {
-        "header": {"gpu": gpu_header(), "versions": versions(), "started": time.strftime("%Y-%m-%d %H:%M:%S %Z")},
+        "header": {
+            "gpu": gpu_header(), "versions": versions(), "started": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+            "cap_gib": settings.cap_bytes and settings.cap_bytes / 2**30, "capability": settings.capability,
+        },
         "protocol": {
             "num_steps": settings.num_steps,
             "left_out_steps": WARMUP_STEPS,
@@ -68,8 +78,8 @@ def run_rows(rows: Sequence[Row], settings: Settings, say: Callable[[str], None]
         },
         "rows": [
             {"name": row.name, "system": row.system, "shape": row.shape, "settings": dict(row.settings),
-             "num_gpus": row.num_gpus, "lengths": row.lengths, "samples_per_step": row.samples_per_step,
-             "parity": settings.parity.get(mode_of(row))}
+             "family": row.family, "num_gpus": row.num_gpus, "lengths": row.lengths,
+             "samples_per_step": row.samples_per_step, "parity": settings.parity.get(mode_of(row))}
             for row in rows
         ],
         "inputs": {},
@@ -84,12 +94,17 @@ def run_rows(rows: Sequence[Row], settings: Settings, say: Callable[[str], None]
             say(results["stopped"])
             _write(results, settings)
             break
-        begun = time.monotonic()
         data = settings.data.name if settings.data else f"random tokens of {row.lengths} lengths"
         inputs = f"{row.shape}, {row.samples_per_step} samples a step, {data}"
         if inputs not in results["inputs"]:
-            results["inputs"][inputs] = _make_inputs(row, settings, say)
-        run = _run(row, repeat, settings, results["inputs"][inputs], left_s)
+            needs_weights = any(other.shape == row.shape and not other.draws_weights for other in rows)
+            results["inputs"][inputs] = _make_inputs(row, settings, say, left_s, needs_weights=needs_weights)
+        begun = time.monotonic()
+        if (batch := too_large_batch(row, rows, results["runs"])) is not None:
+            run = {"row": row.name, "repeat": repeat, "out_of_memory": True}
+            run["error"] = f"not run: out of memory with a batch of {batch}"
+        else:
+            run = _run(row, repeat, settings, results["inputs"][inputs], _left_s(settings, started))
         took_s[row.name] = time.monotonic() - begun
         results["runs"].append(run)
         say(_line(run, took_s[row.name]))
@@ -108,6 +123,18 @@ def in_turns(rows: Sequence[Row], num_repeats: int) -> Iterator[tuple[int, Row]]
             yield repeat, row
 
 
+def too_large_batch(row: Row, rows: Sequence[Row], runs: Sequence[Mapping[str, Any]]) -> int | None:
+    """A smaller batch with which this row's family already ran out of memory, so that this one would too."""
+    own = row.settings.get("batch", 0)
+    smaller = {
+        other.name: other.settings["batch"]
+        for other in rows
+        if other.family == row.family and other.settings.get("batch", own) < own
+    }
+    failed = [smaller[run["row"]] for run in runs if run["row"] in smaller and "out_of_memory" in run]
+    return min(failed, default=None) if row.family else None
+
+
 def _check(rows: Sequence[Row], settings: Settings) -> None:
     if settings.num_steps <= WARMUP_STEPS:
         raise UsageError(f"--steps is {settings.num_steps}; the first {WARMUP_STEPS} are left out, take more")
@@ -123,15 +150,24 @@ def _data_root(row: Row, settings: Settings) -> Path:
     return settings.work / row.shape / f"data-{row.lengths}-{row.samples_per_step}"
 
 
-def _make_inputs(row: Row, settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
+def _timeout_s(left_s: float) -> float | None:
+    return None if left_s == float("inf") else max(left_s, 1.0)
+
+
+def _make_inputs(
+    row: Row, settings: Settings, say: Callable[[str], None], left_s: float, *, needs_weights: bool
+) -> dict[str, Any]:
     """Model folder and token store of a row's shape; a model made by an earlier call is taken again."""
     shape, model_dir = row.shape, settings.work / row.shape / "model"
     begun = time.monotonic()
-    if not (model_dir / "config.json").exists():
+    has_weights = any(model_dir.glob("*.safetensors"))
+    if not has_weights and not needs_weights:
+        write_weightless_model(shape, model_dir)
+    elif not has_weights:
         log = settings.work / shape / "model.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "bench.inputs", shape, str(model_dir)]
-        if _run_process(command, log, None, {}) != 0:
+        if _run_process(command, log, _timeout_s(left_s), {}) != 0:
             raise ResourceError(f"the {shape} model could not be made: {log.read_text(encoding='utf-8')[-LOG_TAIL:]}")
         say(f"{shape}: model folder made in {time.monotonic() - begun:.0f} s")
     store = write_samples(_data_root(row, settings), row, model_dir, settings.num_steps, settings.data)
@@ -146,7 +182,7 @@ def _make_inputs(row: Row, settings: Settings, say: Callable[[str], None]) -> di
 
 def _run(row: Row, repeat: int, settings: Settings, inputs: Mapping[str, Any], left_s: float) -> dict[str, Any]:
     """One run in a fresh process; its figures, or the end of its log as `error`."""
-    stem = f"{row.name}-{repeat}"
+    stem = f"{re.sub(r'[^a-zA-Z0-9_.@-]+', '_', row.name)}-{repeat}"
     job_path, result, log = (settings.work / f"{stem}.{end}" for end in ("job.json", "result.json", "log"))
     result.unlink(missing_ok=True)
     shutil.rmtree(settings.work / f"{stem}.run", ignore_errors=True)
@@ -161,6 +197,7 @@ def _run(row: Row, repeat: int, settings: Settings, inputs: Mapping[str, Any], l
         "num_steps": settings.num_steps,
         "samples_per_step": row.samples_per_step,
         "paths": list(settings.paths),
+        "cap_bytes": settings.cap_bytes,
         "result": str(result),
         "launched_s": time.time(),
     }
@@ -170,12 +207,20 @@ def _run(row: Row, repeat: int, settings: Settings, inputs: Mapping[str, Any], l
     command = [sys.executable, *(launcher if row.num_gpus > 1 else ()), *program, str(job_path)]
     # as `flatout train` does for itself
     more = allocator_env(environment()) if row.system == "flatout" else {}
-    code = _run_process(command, log, None if left_s == float("inf") else left_s, more)
+    if settings.capability and row.system == "flatout":
+        more[CAPABILITY] = settings.capability
+    code = _run_process(command, log, _timeout_s(left_s), more)
     shutil.rmtree(settings.work / f"{stem}.run", ignore_errors=True)
     run: dict[str, Any] = {"row": row.name, "repeat": repeat}
     if code != 0 or not result.exists():
-        return {**run, "error": f"exit {code}: {last_words(log.read_text(encoding='utf-8', errors='replace'))}"}
+        words = last_words(log.read_text(encoding="utf-8", errors="replace"))
+        # one that was killed may have run out of memory before, and gone on
+        if code > 0 and ran_out(words):
+            return {**run, "error": f"out of memory: {words}", "out_of_memory": True}
+        return {**run, "error": f"exit {code}: {words}"}
     run.update(json.loads(result.read_text(encoding="utf-8")))
+    if settings.cap_bytes:
+        run["cap_share"] = used_share(run, settings.cap_bytes)
     if run["digest"] != inputs["digest"]:
         run["error"] = f"trained on other tokens: digest {run['digest']}, expected {inputs['digest']}"
     return run
@@ -188,8 +233,8 @@ def last_words(log: str) -> str:
     """
     said, _, _ = log.partition(LAUNCHER_LINE)
     said = said[: said.rfind("\n") + 1] if said != log else log
-    errors = [line for line in said.splitlines() if line.startswith("error: ")]
-    return "\n".join([said[-LOG_TAIL:].rstrip(), *dict.fromkeys(errors)])
+    errors, tail = [line for line in said.splitlines() if line.startswith("error: ")], said[-LOG_TAIL:].rstrip()
+    return "\n".join([tail, *(line for line in dict.fromkeys(errors) if line not in tail[-SHOWN:])])
 
 
 def _run_process(command: Sequence[str], log: Path, timeout_s: float | None, more: Mapping[str, str]) -> int:
@@ -219,7 +264,8 @@ def _run_process(command: Sequence[str], log: Path, timeout_s: float | None, mor
 
 def _line(run: Mapping[str, Any], took_s: float) -> str:
     if "tokens_per_s" not in run:
-        return f"{run['row']} #{run['repeat'] + 1}: failed after {took_s:.0f} s: {run['error'][-300:]}"
+        end = "out of memory" if "out_of_memory" in run else "failed"
+        return f"{run['row']} #{run['repeat'] + 1}: {end} after {took_s:.0f} s: {run['error'][-SHOWN:]}"
     note = f"  {run['error']}" if "error" in run else ""
     peak = f", peak {run['peak_allocated_gib']:.1f} GiB" if "peak_allocated_gib" in run else ""
     return f"{run['row']} #{run['repeat'] + 1}: {run['tokens_per_s']:,.0f} tokens/s{peak}, {took_s:.0f} s{note}"

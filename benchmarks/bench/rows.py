@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,9 +14,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from flatout.errors import UsageError
 
-from .samples import CHAT, REASONING
+from .samples import CHAT, REASONING, UP_TO_2K, UP_TO_8K
 
-LENGTHS = {"chat": CHAT, "reasoning": REASONING}
+LENGTHS = {"chat": CHAT, "reasoning": REASONING, "2k": UP_TO_2K, "8k": UP_TO_8K}
+LengthsName = Literal["chat", "reasoning", "2k", "8k"]
 SAMPLES_PER_STEP = CHAT.samples_per_group
 _NAME = re.compile(r"(?P<base>[^@]+)(@(?P<gpus>[1-9]\d*)(x(?P<samples>[1-9]\d*))?)?")
 
@@ -25,7 +27,8 @@ class Row:
     """One measured configuration. `settings` are the trainer's own; ours are {"overrides": [...]}.
 
     The `samples_per_step` of an optimizer step are split over `num_gpus` processes. Their number is a multiple of the
-    group size of `lengths`, a key of LENGTHS. `aliases` are names it had before.
+    group size of `lengths`, a key of LENGTHS. `aliases` are names it had before. A row with `batches` stands for one of
+    each, see `of_each_batch`. `family` is the name of the row that this one was made of.
     """
 
     name: str
@@ -33,14 +36,42 @@ class Row:
     shape: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     num_gpus: int = 1
-    lengths: Literal["chat", "reasoning"] = "chat"
+    lengths: LengthsName = "chat"
     samples_per_step: int = SAMPLES_PER_STEP
     aliases: tuple[str, ...] = ()
+    batches: tuple[int, ...] = ()
+    family: str = ""
+
+    def of_each_batch(self) -> list[Row]:
+        """This row, or with `batches` NAME-1, NAME-2, ..., whose settings have that batch."""
+        if not self.batches:
+            return [self]
+        return [
+            replace(
+                self,
+                name=f"{self.name}-{batch}",
+                settings={**self.settings, "batch": batch},
+                batches=(),
+                family=self.name,
+            )
+            for batch in self.batches
+        ]
+
+    def with_overrides(self, overrides: Sequence[str]) -> Row:
+        """This row of ours with more overrides, each in place of its own of the same setting."""
+        keys = {override.partition("=")[0] for override in overrides}
+        kept = [own for own in self.settings["overrides"] if own.partition("=")[0] not in keys]
+        return replace(self, settings={"overrides": [*kept, *overrides]})
+
+    @property
+    def draws_weights(self) -> bool:
+        """Whether flatout draws its weights in memory, so that it needs no file of them."""
+        return "model.init=random" in self.settings.get("overrides", ())
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A target: `row` reaches at least `min_ratio` times the tokens/s of `peer`.
+    """A target: `row` reaches at least `min_ratio` times the tokens/s of `peer`, or of the best of several, `NAME*`.
 
     `min_tokens_per_s` is a floor of its own, `max_gib` a ceiling on the peak; null sets none.
     """
@@ -61,12 +92,33 @@ class Peers:
     targets: tuple[Target, ...] = ()
 
 
-def _ours(name: str, shape: str, *overrides: str, aliases: tuple[str, ...] = ()) -> Row:
-    return Row(name, "flatout", shape, {"overrides": list(overrides)}, aliases=aliases)
+def _ours(name: str, shape: str, *overrides: str, aliases: tuple[str, ...] = (), lengths: LengthsName = "chat") -> Row:
+    samples_per_step = LENGTHS[lengths].samples_per_group
+    return Row(name, "flatout", shape, {"overrides": list(overrides)}, 1, lengths, samples_per_step, aliases)
 
 
-def _reasoning(name: str, shape: str, *overrides: str) -> Row:
-    return replace(_ours(name, shape, *overrides), lengths="reasoning", samples_per_step=REASONING.samples_per_group)
+_STORAGES: dict[str, list[str]] = {
+    "bf16": [],
+    "nf4": ["base.storage=nf4"],
+    "full-8bit": ["method=full", "optim.lr=1e-5", "full.weights=bf16", "model.precision=bf16", "optim.name=adamw8bit"],
+}
+_ADAPTERS = ("bf16", "nf4")
+
+
+def _on_one_small_gpu() -> Iterator[Row]:
+    """Rows whose other settings are `auto`: how they fit depends on the GPU, or on --cap."""
+    storages = {
+        **dict.fromkeys(("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b"), tuple(_STORAGES)),
+        **dict.fromkeys(("qwen3-8b", "qwen3-14b", "llama-3.1-8b"), _ADAPTERS),
+        "qwen3-32b": ("nf4",),
+    }
+    lengths: tuple[LengthsName, ...] = ("2k", "8k")
+    for shape, names in storages.items():
+        size = "llama-8b" if shape == "llama-3.1-8b" else shape.removeprefix("qwen3-")
+        # few disks have room for the weights of 32B
+        drawn = ["model.init=random"] if size == "32b" else []
+        for name, length in product(names, lengths):
+            yield _ours(f"{size}-{name}-{length}", shape, *_STORAGES[name], *drawn, lengths=length)
 
 
 _EXPERTS = "lora.targets=[q_proj,k_proj,v_proj,o_proj,gate_up_proj,down_proj]"
@@ -99,9 +151,10 @@ OURS = (
     _ours("0.6b-bf16", "qwen3-0.6b", "batch.micro_batch_tokens=32768", "recompute=none"),
     _ours("0.6b-auto", "qwen3-0.6b"),
     _ours("llama-1b-bf16", "llama-3.2-1b", "batch.micro_batch_tokens=32768", "recompute=none"),
-    _reasoning("llama-8b-reasoning-bf16", "llama-3.1-8b"),
-    _reasoning("llama-8b-reasoning-fp8", "llama-3.1-8b", "base.storage=fp8"),
+    _ours("llama-8b-reasoning-bf16", "llama-3.1-8b", lengths="reasoning"),
+    _ours("llama-8b-reasoning-fp8", "llama-3.1-8b", "base.storage=fp8", lengths="reasoning"),
     _ours("gemma-1b-bf16", "gemma-3-1b", "batch.micro_batch_tokens=32768", "recompute=none"),
+    *_on_one_small_gpu(),
 )
 
 
@@ -109,9 +162,10 @@ def read_peers(folder: Path) -> Peers:
     """The rows of `folder/rows.json`. Raises UsageError for a file that is missing or malformed."""
     path = folder / "rows.json"
     try:
-        return TypeAdapter(Peers).validate_json(path.read_bytes(), strict=False)
+        peers = TypeAdapter(Peers).validate_json(path.read_bytes(), strict=False)
     except (OSError, ValidationError) as error:
         raise UsageError(f"--peers: {path} cannot be used: {error}") from error
+    return replace(peers, rows=tuple(one for row in peers.rows for one in row.of_each_batch()))
 
 
 def read_parity(path: Path) -> dict[str, bool]:
@@ -125,11 +179,15 @@ def read_parity(path: Path) -> dict[str, bool]:
 def choose(known: Sequence[Row], names: Sequence[str]) -> list[Row]:
     """The rows of these names, in the order asked for: NAME, NAME@GPUS or NAME@GPUSxSAMPLES, such as 8b-bf16@4x128.
 
-    Raises UsageError naming the known ones, or when a step's samples are no multiple of the group size and the GPUs.
+    NAME* stands for all rows whose names begin so. Raises UsageError naming the known ones, or when a step's samples
+    are no multiple of the group size and the GPUs.
     """
     by_name = {name: row for row in known for name in (row.name, *row.aliases)}
+    begin_so = {
+        name: [row.name for row in known if row.name.startswith(name[:-1])] for name in names if name.endswith("*")
+    }
     chosen = []
-    for name in names:
+    for name in [one for asked in names for one in begin_so.get(asked) or [asked]]:
         matched = _NAME.fullmatch(name)
         if matched is None or matched["base"] not in by_name:
             raise UsageError(f"--rows: no row {name!r}; there are {', '.join(row.name for row in known)}")
@@ -146,11 +204,38 @@ def choose(known: Sequence[Row], names: Sequence[str]) -> list[Row]:
     return chosen
 
 
+def sweep(rows: Sequence[Row], text: str) -> list[Row]:
+    """The rows, each of ours followed by one for every combination of the settings `A=1,2;B=3,4`: NAME[A=1,B=3].
+
+    Raises UsageError for text without settings, and without a row of ours.
+    """
+    settings = []
+    for part in text.split(";"):
+        key, equals, values = part.strip().partition("=")
+        if not (key and equals and values):
+            raise UsageError(f"--sweep: {part!r} is no setting with values; expected such as recompute=none,full")
+        # the commas of a list are its own
+        settings.append([f"{key}={value}" for value in re.split(r",(?![^\[{]*[\]}])", values)])
+    if not any(row.system == "flatout" for row in rows):
+        raise UsageError("--sweep varies settings of flatout; name one of its rows in --rows")
+    found = []
+    for row in rows:
+        found.append(row)
+        if row.system == "flatout":
+            found += [
+                replace(row.with_overrides(chosen), name=f"{row.name}[{','.join(chosen)}]", family=row.name)
+                for chosen in product(*settings)
+            ]
+    return found
+
+
 def mode_of(row: Row) -> str:
     """The arithmetic that the parity gate speaks of, one of its modes; the peer's own name for a peer."""
     if row.system != "flatout":
         return row.system
     asked = dict(override.split("=", 1) for override in row.settings["overrides"])
+    if asked.get("method") == "full":
+        return "full"
     storage = asked.get("base.storage", "model")
     suffix = "-fp8" if storage == "nf4" and asked.get("base.compute") == "fp8" else ""
     suffix = "-fp8-backward" if asked.get("base.backward") == "fp8" else suffix

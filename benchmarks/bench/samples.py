@@ -48,6 +48,9 @@ class Lengths:
 
 CHAT = Lengths(32, 6.0, 0.8, 32, 2048)
 REASONING = Lengths(8, 8.2, 0.7, 256, 16384)
+# what people train on one small GPU: means of about 960 and 5,200 tokens
+UP_TO_2K = Lengths(16, 6.85, 0.7, 64, 2048)
+UP_TO_8K = Lengths(8, 8.5, 0.5, 512, 8192)
 
 
 def random_samples(num_groups: int, vocab_size: int, lengths: Lengths = CHAT, max_tokens: int | None = None) -> Samples:

@@ -230,6 +230,10 @@ def main(path: Path) -> None:
     if job["system"] == "unsloth":
         # it must come before transformers
         import unsloth  # noqa: F401
+    # after that import, which sets up torch's allocator
+    from bench import cap
+
+    cap.apply(job["cap_bytes"])
     from flatout.data.token_store import TokenStore
 
     # each process holds at most its share of a step
