@@ -26,7 +26,10 @@ _GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "power.li
 
 
 def gpu_memory() -> dict[str, float]:
-    """Peak GiB that this process allocated and reserved on its GPU; empty without one."""
+    """Peak GiB that this process allocated and reserved on its GPU, and how often it freed its cache to go on.
+
+    Empty without a GPU.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -34,6 +37,7 @@ def gpu_memory() -> dict[str, float]:
     return {
         "peak_allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
         "peak_reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+        "alloc_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
     }
 
 

@@ -217,7 +217,8 @@ def _run(row: Row, repeat: int, settings: Settings, inputs: Mapping[str, Any], l
         # one that was killed may have run out of memory before, and gone on
         if code > 0 and ran_out(words):
             return {**run, "error": f"out of memory: {words}", "out_of_memory": True}
-        return {**run, "error": f"exit {code}: {words}"}
+        end = "time limit" if time.time() - job["launched_s"] >= left_s else f"exit {code}"
+        return {**run, "error": f"{end}: {words}"}
     run.update(json.loads(result.read_text(encoding="utf-8")))
     if settings.cap_bytes:
         run["cap_share"] = used_share(run, settings.cap_bytes)

@@ -112,6 +112,8 @@ def memory_words(runs: Sequence[Mapping[str, Any]]) -> str:
         words.append(f"planned {run['planned_gib']:.1f} GiB ({run['planned_error_percent']:+.1f}% of the peak)")
     if "recompute" in run:
         words.append(f"recompute {run['recompute']}, micro-batches of {run['micro_batch_tokens']:,} tokens")
+    if run.get("alloc_retries"):
+        words.append(f"the allocator freed its cache {run['alloc_retries']} times")
     if run.get("out_of_memory_steps"):
         words.append("smaller ones after it ran out of memory")
     return ", ".join(words)

@@ -68,7 +68,8 @@ def results_of(rates, **header):
     figures = {
         "label_tokens_per_s": 1.0, "step_p50_s": 1.0, "step_p95_s": 1.0, "peak_allocated_gib": 10.0,
         "peak_reserved_gib": 11.0, "planned_gib": 10.5, "planned_error_percent": 5.0, "recompute": "full",
-        "micro_batch_tokens": 4096, "cap_share": 0.49, "launch_to_first_step_s": 1.0, "losses": [2.0, 1.0],
+        "micro_batch_tokens": 4096, "alloc_retries": 3, "cap_share": 0.49,
+        "launch_to_first_step_s": 1.0, "losses": [2.0, 1.0],
     }  # fmt: skip
     runs = [
         {"row": name, "repeat": 0, **({**figures, "tokens_per_s": rate} if rate else {})}
@@ -96,6 +97,7 @@ def test_a_report_compares_with_the_best_batch_and_says_what_ran_out_of_memory()
         assert "23.5 GiB" in text
         assert "Arithmetic and bandwidth are this GPU's (A large GPU), not a small card's." in text
         assert "49% of the cap, planned 10.5 GiB (+5.0% of the peak), recompute full, micro-batches of 4,096" in text
+        assert "the allocator freed its cache 3 times" in text
 
 
 def test_a_report_says_how_good_auto_is_beside_the_best_of_a_sweep():
