@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -466,12 +467,20 @@ def test_a_killed_worker_names_its_rows(maker, small_tokenizer_dir, which):
             time.sleep(0.01)
         return pids[0]
 
+    def forks(pid: int) -> Iterator[int]:
+        """Its children that run its own command: not ldconfig, which imports start on some systems."""
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            time.sleep(0.2)  # a child that runs another command has it by then
+            with suppress(OSError):
+                if Path(f"/proc/{child}/cmdline").read_bytes() == command:
+                    yield int(child)
+
     def chunks() -> Iterator[Chunk]:
         for start in range(0, 100, 10):
             if start == 20:
                 pid = wait_for(lambda: [*children() - own])
-                read = Path(f"/proc/{pid}/task/{pid}/children").read_text
-                forked = wait_for(lambda read=read: list(map(int, read().split())))
+                forked = wait_for(lambda pid=pid: list(forks(pid)))
                 os.kill(pid if which == "first" else forked, signal.SIGKILL)
             yield Chunk(parser, tuple(rows[start : start + 10]), np.ones(10, np.int32))
 
