@@ -49,9 +49,9 @@ SETTINGS: dict[str, Any] = {
 RECORD = "memory.json"
 KIND = "memory"
 # shares of the plan's largest micro-batch that are measured: they fit even if it needs twice its estimate. The first
-# allocates gradients and workspaces, and does not count; the other two lie far apart, as a line through them is read
-# at the whole
-SHARES = (0.15, 0.15, 0.5)
+# allocates gradients and workspaces, and does not count; the second and the last lie far apart, as a line through them
+# is read at the whole, and the one between must lie on it
+SHARES = (0.15, 0.15, 0.3, 0.5)
 # a longer sample, as a share of the largest micro-batch, makes every measured pass nearly as long as the largest
 MAX_SAMPLE_SHARE = 0.9
 
@@ -159,8 +159,8 @@ class MemoryCheck:
         # all ranks correct by the one that took most
         most = max(peaks_of_ranks, key=lambda peaks: int(peaks[-1]))
         large, correction = correction_of(planned, list(zip(steps, most, strict=True)))
-        if correction is None:
-            self._reporter.stage("memory", f"{large}; not used, because the difference is too large for any GPU")
+        if isinstance(correction, str):
+            self._reporter.stage("memory", f"{large}; not used, because {correction}")
             return device, False
         line, needs_replan = str(large), correction != Correction()
         self._reporter.stage("memory", f"{line}; planned again with {correction}" if needs_replan else line)
@@ -253,22 +253,27 @@ def choose_passes(planned: PlannedRun) -> list[StepPlan]:
     return steps
 
 
-def correction_of(
-    planned: PlannedRun, passes: Sequence[tuple[StepPlan, int]]
-) -> tuple[MeasuredPass, Correction | None]:
-    """Return the last pass, and `fit_correction` of the last two; peaks are as `measure_passes` returns them."""
-    memory, model, ratios = planned.memory, planned.memory.model, []
+def correction_of(planned: PlannedRun, passes: Sequence[tuple[StepPlan, int]]) -> tuple[MeasuredPass, Correction | str]:
+    """Return the last pass, and `fit_correction` of all but the first; peaks are as `measure_passes` returns them.
+
+    Passes whose gradients outgrow their activations, which they replace one by one, do not tell what these take.
+    """
+    memory, model, measured, telling = planned.memory, planned.memory.model, [], []
     assert model is not None
-    for step, peak_bytes in passes[-2:]:
+    for step, peak_bytes in passes[1:]:
         batch = step.by_rank[0][0]
         fitted = model.fitted_estimate(batch.size, memory.recompute, memory.accumulates)
         sizes = (fitted.total_bytes, fitted.activations_bytes + fitted.working_bytes)
-        ratios.append(MeasuredPass(batch.num_padded_tokens, *sizes, peak_bytes + fitted.optimizer_bytes))
+        measured.append(MeasuredPass(batch.num_padded_tokens, *sizes, peak_bytes + fitted.optimizer_bytes))
+        if not fitted.in_turn or fitted.activations_bytes > fitted.gradients_bytes:
+            telling.append(measured[-1])
     largest = planned.plan.largest_pass
     assert largest is not None
     most = model.fitted_estimate(largest[2].size, memory.recompute, memory.accumulates)
     pass_bytes = most.activations_bytes + most.working_bytes
-    return ratios[-1], fit_correction(*ratios, most_bytes=most.total_bytes, most_pass_bytes=pass_bytes)
+    if len(telling) < 2:
+        return measured[-1], "gradients hide what activations take"
+    return measured[-1], fit_correction(telling, most_bytes=most.total_bytes, most_pass_bytes=pass_bytes)
 
 
 def _key(config: Config, group: ControlGroup) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -10,7 +11,9 @@ TOLERANCE = 0.05
 # a measured slope beyond these comes from passes that are too small to measure, or from memory that is not theirs
 LEAST_SCALE, MOST_SCALE = 0.5, 2.0
 # passes that differ by less than this share of their bytes have no slope
-LEAST_GROWTH = 0.1
+LEAST_GROWTH = 0.02
+# how far a pass may lie from the line through a smaller and a larger one, as a share of its peak
+AGREEMENT = 0.02
 
 
 class Widths(NamedTuple):
@@ -112,22 +115,25 @@ class MeasuredPass:
         return self.measured_bytes - (self.planned_bytes - self.planned_pass_bytes)
 
 
-def fit_correction(
-    small: MeasuredPass, large: MeasuredPass, *, most_bytes: int, most_pass_bytes: int
-) -> Correction | None:
-    """Return the line through two measured passes; None if its slope is beyond what another GPU can explain.
+def fit_correction(passes: Sequence[MeasuredPass], *, most_bytes: int, most_pass_bytes: int) -> Correction | str:
+    """Return the line through measured two or more passes of ascending sizes, or why they correct nothing.
 
+    They do if the passes differ in size, those in between lie on the line, and another GPU can explain its slope.
     `most_bytes` and `most_pass_bytes` are planned for the run's largest pass. Where the line is within `TOLERANCE` of
     that peak, the constants hold on this GPU, and the result changes nothing: so a start that finds it kept plans
     exactly as the start that measured it.
     """
+    small, *between, large = passes
     less, more = small.planned_pass_bytes, large.planned_pass_bytes
-    has_slope = more - less > LEAST_GROWTH * more
-    slope = (large.pass_bytes - small.pass_bytes) / (more - less) if has_slope else large.pass_bytes / more
-    if not LEAST_SCALE <= slope <= MOST_SCALE:
-        return None
-    scale = round(slope, 4)
+    if more - less <= LEAST_GROWTH * more:
+        return "passes of two lengths cannot be told apart"
+    scale = round((large.pass_bytes - small.pass_bytes) / (more - less), 4)
+    if not LEAST_SCALE <= scale <= MOST_SCALE:
+        return "the difference is too large for any GPU"
     # exact at the larger pass
     offset_bytes = round(large.pass_bytes - scale * more)
+    for one in between:
+        if abs(scale * one.planned_pass_bytes + offset_bytes - one.pass_bytes) > AGREEMENT * one.measured_bytes:
+            return "passes of different lengths do not agree"
     change = (scale - 1) * most_pass_bytes + offset_bytes
     return Correction(scale, offset_bytes) if abs(change) > TOLERANCE * most_bytes else Correction()
