@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 Every = Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)]
-Recompute = Literal["none", "selective", "budget", "full", "offload"]
+Recompute = Literal["none", "selective", "budget", "full", "offload"] | Annotated[int, Field(ge=1)]
 
 
 class BatchConfig(Section):
@@ -193,10 +193,11 @@ class Config(Section):
     """auto: use CUDA graphs for models so small that the host cannot launch kernels fast enough."""
     memory: Literal["auto"] | Annotated[float, Field(gt=0)] = "auto"
     """Memory budget in GiB, of a GPU or of a process on the CPU; auto: the memory free at the start."""
-    recompute: Literal["auto", Recompute] = "auto"
+    recompute: Literal["auto"] | Recompute = "auto"
     """Activation checkpointing: which activations are recomputed in the backward pass. none; selective (norm outputs
-    and the MLP's product, hardly slower); budget (chosen by the compiler, down to half of the memory); full (all except
-    each layer's input); offload (full, with these inputs in CPU memory). auto: the first that fits in `memory`."""
+    and the MLP's product, hardly slower); budget (chosen by the compiler, down to half of the memory); a number of
+    layers (the first ones as full, the others as budget); full (all except each layer's input); offload (full, with
+    these inputs in CPU memory). auto: the fastest that fits in `memory`."""
     strategy: Literal["auto", StrategyName] = "auto"
     """How the training state is distributed over ranks: ddp (replicated), zero1 (optimizer state is sharded), zero2
     (gradients too), zero3 or fsdp (weights too), hsdp (fsdp within groups that are replicas), deepspeed; auto: ddp if

@@ -141,12 +141,15 @@ def sharing_problem(config: Any, longest: int) -> str | None:
         window = getattr(config, name, None)
         if isinstance(window, int) and 0 < window < longest:
             return f"{name} is {window:,}, and samples have up to {longest:,} tokens"
-    values = config.to_dict()
+    return f"with {used[0]}, samples must have masks of their own" if (used := random_fields(config)) else None
+
+
+def random_fields(config: Any) -> list[str]:
+    """Return the fields by which training draws random numbers in a pass: dropout, and noise of routers."""
     # a classifier's dropout is not in a causal model
-    drops = [name for name in values if re.search("dropout|pdrop", name) and not name.startswith("classifier")]
-    if used := [name for name in drops if isinstance(values[name], float) and values[name]]:
-        return f"with {used[0]}, samples must have masks of their own"
-    return None
+    values = {name: value for name, value in config.to_dict().items() if not name.startswith("classifier")}
+    drawn = [name for name in values if re.search("dropout|pdrop|jitter|noise", name)]
+    return [name for name in drawn if isinstance(values[name], float) and values[name]]
 
 
 def whole_document_problem(config: Any) -> str | None:

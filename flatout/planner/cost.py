@@ -59,7 +59,7 @@ def make_cost(settings: PlanSettings, shape: ModelShape, recompute: Recompute = 
         LoRA    4 N + 6 N_lora per token, 3.5 A per pair, 4 V H per label token (frozen: forward and input gradient)
         full    6 N            per token, 3.5 A per pair, 6 V H per label token
         a head in lora.modules_to_save counts as in full; the weight gradients of other such modules are left out
-        recompute (gradient checkpointing) adds one forward of the blocks: 2 N + 2 N_lora and A
+        recompute (gradient checkpointing) adds one forward of the layers that do: 2 N + 2 N_lora and A
         forward 2 N + 2 N_lora per token, A per pair, 2 V H per label token
 
     Norms, activations, the embedding lookup and DoRA's column norms are left out (under 1 %); latent attention is
@@ -68,10 +68,12 @@ def make_cost(settings: PlanSettings, shape: ModelShape, recompute: Recompute = 
     is_full = settings.method == "full"
     matrix = sum(layer.num_active_weights for layer in shape.layers)
     adapter = 0 if is_full else shape.num_lora_params(settings.lora, used=True)
-    again = 1 if recompute in ("full", "offload") else 0
+    again = 1.0 if recompute in ("full", "offload") else 0.0
+    if isinstance(recompute, int):
+        again = min(1.0, recompute / shape.num_layers)
     trained = 6 if is_full else 4
 
-    def cost(of_matrix: int, of_adapter: int, pair: float, of_head: int) -> CostModel:
+    def cost(of_matrix: float, of_adapter: float, pair: float, of_head: int) -> CostModel:
         return CostModel(
             per_token=float(of_matrix * matrix + of_adapter * adapter),
             per_pair=pair * sum(layer.pair_width for layer in shape.layers if not layer.has_window),

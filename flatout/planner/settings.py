@@ -44,6 +44,11 @@ class PlanSettings:
     reward_models_bytes: int = 0
     """Weights beside the model, which score a round's answers."""
 
+    @property
+    def may_record_graphs(self) -> bool:
+        """Whether passes may become CUDA graphs, as far as settings decide it."""
+        return self.records_graphs and self.method == "lora" and self.optimizer.is_flat and not self.lora.dropout
+
     @classmethod
     def of(cls, config: Config) -> Self:
         return cls(

@@ -21,7 +21,7 @@ from flatout.models.attention import register_over_ranks
 from flatout.models.blocks import decoder_layers
 from flatout.models.collectives import RankGroup
 from flatout.models.compile.layers import CompileOptions, CompileOutcome, compile_layers
-from flatout.models.compile.recompute import apply_recompute, compiling_with
+from flatout.models.compile.recompute import apply_recompute, compiling_with, recomputes_by_layer
 from flatout.models.context.shard import ContextShard
 from flatout.models.experts.block import experts_modules
 from flatout.models.experts.parallel import slice_experts
@@ -37,7 +37,7 @@ from flatout.parallel.fault_tolerance.peer_watch import PeerWatch
 from flatout.parallel.rank import Rank
 from flatout.parallel.shards import flat_offset_of, is_sharded, local_shard_of, mark_slice
 from flatout.parallel.strategies.protocol import Strategy, strategy_class
-from flatout.planner.memory.estimate import HEAD_TILE_ROWS, MAPPED_BLOCK_BYTES, MAPPED_LEVELS
+from flatout.planner.memory.estimate import MAPPED_BLOCK_BYTES, head_tile_rows
 from flatout.planner.parallel_layout import ParallelLayout
 from flatout.track.callback import Reporter
 from flatout.trainer.batch_loader import BatchLoader
@@ -206,7 +206,7 @@ def make_loaders(setup: Setup, model: PreTrainedModel, size_buckets: Sequence[in
 
 def make_loss(loaded: LoadedModel, planned: PlannedRun, config: Config, reporter: Reporter) -> ModelWithLoss:
     """Return the loss of packed batches, which reads the routers of a model with experts if they are known."""
-    loss = ModelWithLoss(loaded.model, tile_rows=HEAD_TILE_ROWS[planned.memory.recompute], objective=planned.objective)
+    loss = ModelWithLoss(loaded.model, tile_rows=head_tile_rows(planned.memory.recompute), objective=planned.objective)
     routers = Routers(loaded.model, config.experts)
     if routers.layers:
         loss.aux_loss = routers
@@ -221,7 +221,7 @@ def shard_state(
     config, planned, rank, device, reporter = setup.config, setup.planned, setup.rank, setup.device, setup.reporter
     if apply_recompute(loaded.model, planned.memory.recompute):
         reporter.stage("recompute", "the embedding table is in CPU memory")
-    if device.type == "cpu" and planned.memory.recompute in MAPPED_LEVELS:
+    if device.type == "cpu" and planned.memory.recompute not in ("none", "selective", "budget"):
         map_blocks(MAPPED_BLOCK_BYTES)
     reporter.phase("setting up strategy and optimizer")
     layout = planned.parallel_layout
@@ -262,7 +262,7 @@ def shard_state(
 def compile_model(
     setup: Setup, loaded: LoadedModel, losses: tuple[ModelWithLoss, ModelWithLoss], loader: BatchLoader
 ) -> tuple[CompileOutcome, Recompute]:
-    """Compile the layers after sharding; without one graph for each, `selective` and `budget` fall back to `full`.
+    """Compile the layers after sharding; without one graph for each, all but `none` fall back to `full`.
 
     `losses` are the loss and what training calls. Attention and the head also prepare their kernels here. Returns what
     compiled, and the level at which the layers recompute.
@@ -295,10 +295,15 @@ def compile_model(
         if num_graphs := prepare_attention(loaded.attention, sizes, loader.num_boundaries):
             reporter.stage("compile", f"{num_graphs} {loaded.attention} graphs for the plan's sizes")
         with loaded.casting():
-            prepare_head(loaded.model, HEAD_TILE_ROWS[planned.memory.recompute])
-    if recompute in ("selective", "budget") and not compiled.is_complete:
+            prepare_head(loaded.model, head_tile_rows(planned.memory.recompute))
+    model, why = planned.memory.model, None
+    if isinstance(recompute, int) and not recomputes_by_layer(loaded.model):
+        why = "needs layers that can each be told to recompute"
+    elif recompute in ("selective", "budget") or (isinstance(recompute, int) and model is not None and model.compiled):
+        why = None if compiled.is_complete else "needs each layer to be one graph"
+    if why is not None:
         apply_recompute(loaded.model, "full")
-        reporter.stage("recompute", f"full instead of {recompute}, which needs each layer to be one graph")
+        reporter.stage("recompute", f"full instead of {recompute}, which {why}")
         recompute = "full"
     return compiled, recompute
 

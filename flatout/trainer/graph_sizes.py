@@ -39,8 +39,10 @@ def plan_graphs(
         return "gradients have no fixed address", ()
     if why := _host_reads(model) or _varies(planned):
         return why, ()
-    if config.lora.dropout or planned.memory.recompute not in ("none", "selective"):
-        return "dropout and recompute need the host", ()
+    if config.lora.dropout or planned.memory.recompute == "offload":
+        return "dropout and offloading need the host", ()
+    if config.rollout.rounds and planned.memory.recompute not in ("none", "selective"):
+        return "they would keep memory that sampling needs", ()
     if config.compile == "off" or config.deterministic:
         return NOT_COMPILED, ()
     plan, flops_per_s = (

@@ -93,8 +93,9 @@ def fit_devices(config: Config, planned: PlannedRun, rank: Rank) -> dict[str, st
             fits[device.name] = "no step has labels"
             continue
         strategy = f"{layout.strategy}, " if rank.world > 1 else ""
+        level = decision.model.describe(decision.recompute) if decision.model else decision.recompute
         fits[device.name] = (
-            f"{strategy}{decision.micro_batch_tokens:,} tokens per micro-batch, recompute {decision.recompute}: "
+            f"{strategy}{decision.micro_batch_tokens:,} tokens per micro-batch, recompute {level}: "
             f"{estimate.total_bytes / GIB:.1f} of {budget_bytes(settings, device) / GIB:.1f} GiB"
         )
     return fits

@@ -196,7 +196,7 @@ def sharing_pays(data: RunData, steps: Steps, device: Device | None) -> tuple[bo
     if is_auto and saved_share < MIN_SHARED_SHARE:
         return False, f"not shared: this would save {saved_share:.1%} of the tokens, less than {MIN_SHARED_SHARE:.0%}"
     # recorded graphs need the number of prefixes before a pass
-    records = settings.records_graphs and settings.method == "lora" and not steps.parallel_layout.lockstep
+    records = settings.may_record_graphs and not steps.parallel_layout.lockstep
     device = device if is_auto and records else None
     flops_per_s = reachable_flops_per_s(device.name, fp8=settings.computes_in_fp8) if device else 0.0
     if device is not None and is_host_bound(plan, data.shape, flops_per_s):

@@ -60,7 +60,7 @@ LEAST_MEDIAN_LINES, MOST_MEDIAN_LINES = 8, 16
 MOST_PARAMETERS, MAX_WIDE_FUNCTIONS = 7, 9
 
 # lines of flatout/, and of each package to the next 500; who raises one writes why in docs/architecture.md
-MAX_LINES = 64_600
+MAX_LINES = 64_700
 MAX_PACKAGE_LINES = {
     "__init__": 500,
     "__main__": 500,
@@ -83,7 +83,7 @@ MAX_PACKAGE_LINES = {
     "objectives": 1_500,
     "optim": 1_000,
     "parallel": 2_000,
-    "planner": 3_500,
+    "planner": 4_000,
     "profile": 500,
     "rollout": 3_000,
     "studio": 1_500,

@@ -12,6 +12,7 @@ from flatout.models.auxiliary_loss import StepFacts
 from flatout.models.compile import layers
 from flatout.models.compile.cuda_graphs import GraphedDecoder
 from flatout.models.compile.layers import CompileOptions, compile_layers
+from flatout.models.compile.recompute import apply_recompute, compiling_with
 from flatout.models.experts.router import Routers
 from flatout.models.load.model import load_model
 from flatout.models.lora.fused import fuse_layers
@@ -37,7 +38,7 @@ def batch_of(lengths, num_boundaries):
     return flatten_samples(documents, num_boundaries=num_boundaries, size_buckets=LADDER).to(torch.device("cuda"))
 
 
-def make_trained(folder, family, experts=None):
+def make_trained(folder, family, experts=None, recompute="none"):
     """A compiled model with its trained parameters, and its loss with the routers', which their hooks precede."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -50,11 +51,13 @@ def make_trained(folder, family, experts=None):
     for layer in lora_layers(loaded.model).values():
         layer.lora_b.data.normal_(0, 0.1)
     fuse_layers(loaded.model)
+    apply_recompute(loaded.model, recompute)
     num_boundaries = padded_num_boundaries(8)
     loss = ModelWithLoss(loaded.model)
     if experts is not None:
         loss.aux_loss = Routers(loaded.model, experts)
-    outcome = compile_layers(loaded, "auto", CompileOptions(num_boundaries=num_boundaries), loss)
+    with compiling_with(recompute):
+        outcome = compile_layers(loaded, "auto", CompileOptions(num_boundaries=num_boundaries), loss)
     assert outcome.is_complete, outcome.line
     parameters = list(trainable_parameters(loaded.model).values())
     for parameter in parameters:
@@ -66,7 +69,9 @@ def make_trained(folder, family, experts=None):
 def trained(tmp_path, request, monkeypatch):
     # with random weights a bf16 gradient of gpt-oss is at 0.92 to 0.97 of its fp32 one, compiled or not
     monkeypatch.setitem(layers._SMALLEST_COSINE, torch.bfloat16, 0.9)
-    loss, parameters, num_boundaries = make_trained(tmp_path, getattr(request, "param", "qwen3"))
+    family, _, recompute = getattr(request, "param", "qwen3").partition("/")
+    level = int(recompute) if recompute.isdecimal() else recompute or "none"
+    loss, parameters, num_boundaries = make_trained(tmp_path, family, recompute=level)
     return loss.model, parameters, num_boundaries
 
 
@@ -78,7 +83,9 @@ def gradients_of(model, parameters, batch, decoder=None):
     return sums.loss_sum.item(), torch.cat([parameter.grad.flatten() for parameter in parameters])
 
 
-@pytest.mark.parametrize("trained", ["qwen3", *EXPERTS], indirect=True)
+@pytest.mark.parametrize(
+    "trained", ["qwen3", "qwen3/budget", "qwen3/1", "qwen3/full", "qwen3_moe/1", *EXPERTS], indirect=True
+)
 def test_replays_equal_plain_passes(trained):
     model, parameters, num_boundaries = trained
     decoder = GraphedDecoder(model, parameters, [parameter.grad for parameter in parameters])

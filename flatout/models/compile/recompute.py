@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from flatout.config.schema import Recompute
 from flatout.kernels.host_rows import gather_rows
-from flatout.models.blocks import text_decoder, trained_towers
+from flatout.models.arch_quirks import random_fields
+from flatout.models.blocks import decoder_layers, text_decoder, trained_towers
+from flatout.models.lora.layer import lora_layers
 
 # share of the activations, beyond each layer's inputs, that `budget` lets the compiler keep
 MEMORY_BUDGET = 0.5
@@ -22,25 +25,38 @@ MAX_IN_FLIGHT = 2
 
 
 def apply_recompute(model: PreTrainedModel, level: Recompute) -> bool:
-    """Apply a model's recompute level, once; `selective` and `budget` only act in `compiling_with`.
+    """Apply a model's recompute level; `selective` and `budget` only act in `compiling_with`.
 
-    `full` keeps only each decoder layer's input; `offload` moves those inputs and the embedding to the host. A trained
-    vision tower keeps only its layers' inputs at every level. Returns whether the embedding was moved.
+    `full` keeps only each decoder layer's input, and a number those of the first layers; `offload` moves the inputs and
+    the embedding to the host. The last layers keep their activations, as these are freed before the others recompute.
+    A trained vision tower keeps only its layers' inputs at every level. Returns whether the embedding was moved.
     """
     for tower in trained_towers(model):
         _keep_inputs(tower)
-    if level not in ("full", "offload"):
+    if level in ("none", "selective", "budget"):
         return False
     _keep_inputs(model)
-    if level == "full":
+    if isinstance(level, int):
+        for layer in decoder_layers(model)[level:]:
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.gradient_checkpointing = False
+    if level != "offload":
         return False
     ActivationOffload(model)
     return offload_embedding(model)
 
 
+def recomputes_by_layer(model: PreTrainedModel) -> bool:
+    """Whether each decoder layer can be told by itself to recompute: not where the decoder's loop decides for all."""
+    return all(isinstance(layer, GradientCheckpointingLayer) for layer in decoder_layers(model))
+
+
 def _keep_inputs(model: PreTrainedModel) -> None:
-    # non-reentrant needs no gradient on the inputs; checkpointing preserves the random state for dropout
-    arguments = {"use_reentrant": False}
+    # Non-reentrant needs no gradient on the inputs. To draw the same numbers again, checkpointing reads the random
+    # state on the host in every layer, which CUDA graphs cannot record; most models draw none.
+    dropout = any(layer.dropout for layer in lora_layers(model).values())
+    draws = dropout or bool(random_fields(model.config.get_text_config()))
+    arguments = {"use_reentrant": False, "preserve_rng_state": draws}
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments)
     else:
@@ -51,15 +67,16 @@ def compiling_with(level: Recompute) -> AbstractContextManager[object]:
     """Set torch's compiler options for a level while layers are compiled.
 
     `selective` lets the compiler recompute what only a matrix product reads; `budget` gives it a memory budget, within
-    which it chooses what to recompute (as a knapsack problem). By default it takes operators that are not torch's own,
-    as our products and attention are, for free to compute again, and would keep next to nothing.
+    which it chooses what to recompute (as a knapsack problem), also in the last layers where the first are as `full`.
+    By default it takes operators that are not torch's own, as our products and attention are, for free to compute
+    again, and would keep next to nothing.
     """
-    if level not in ("selective", "budget"):
+    if level in ("none", "full", "offload"):
         return nullcontext()
     from torch._functorch import config
 
     changes: dict[str, float] = {"ban_recompute_materialized_backward": False}
-    if level == "budget":
+    if level != "selective":
         changes = {"activation_memory_budget": MEMORY_BUDGET, "is_non_builtin_to_include": True}
     return config.patch(changes)
 

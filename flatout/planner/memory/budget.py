@@ -11,7 +11,9 @@ import numpy as np
 from flatout.config.schema import Recompute
 from flatout.errors import Fix, ResourceError
 from flatout.io.host_memory import available_host_bytes
+from flatout.planner.cost import make_cost
 from flatout.planner.devices import GIB, Device
+from flatout.planner.host_bound import HOST_S_PER_LAYER, reachable_flops_per_s
 from flatout.planner.memory.estimate import MemoryModel, Precision
 from flatout.planner.memory.sizes import Correction, MemoryEstimate, MicroBatchSize
 from flatout.planner.parallel_layout import SINGLE_RANK, ParallelLayout, resolve_layout
@@ -24,8 +26,15 @@ CPU_MICRO_BATCH_TOKENS, CPU_SMALLER = 8192, (4096, 2048, 1024)
 SMALLER = "set batch.micro_batch_tokens=2048, recompute=full or data.max_tokens=1024"
 # computes in fp32, and without the compiler
 CPU = Device("the CPU", 0, has_bf16=False, has_fp8=False)
-# micro-batches of this size keep a GPU busy, so a heavier recompute level is never chosen to make them larger
+# strategies are compared, and gathered weights kept, only if micro-batches of this size fit
 BUSY_TOKENS = 8192
+# What a pass costs besides its tokens, as a number of tokens, and each time that it dequantizes all weights: moving
+# their bytes, against 4 FLOPs a weight and token, takes as long as 100 to 170 tokens on GPUs of 2020 to 2025. On an
+# H200, a pass of Qwen3-8B in NF4 costs 330 tokens in all: 17,357 tokens/s in 2.7 passes a step and 15,483 in 9.7
+PASS_TOKENS, DEQUANTIZING_TOKENS = 100, 120
+# what a level costs besides the layers' second forward pass, as a share of the rest: 17,900 tokens/s of Qwen3-8B in
+# bf16 become 17,362 with `budget`
+LEVEL_SHARES = {"none": 0.0, "selective": 0.015, "budget": 0.035, "full": 0.0, "offload": 0.05}
 # share of the memory reserved for allocator waste, other kernels' workspaces and estimation error
 MARGIN = 0.06
 # gathered weights that are kept may cost this many times as many passes
@@ -141,12 +150,11 @@ def choose_micro_batch(
     device: Device | None,
     parallel_layout: ParallelLayout = SINGLE_RANK,
 ) -> MemoryDecision:
-    """Choose the lightest recompute level that keeps the GPU busy, and the largest useful micro-batch at that level.
+    """Choose the recompute level at which a step is fastest, with the largest micro-batch that fits at it.
 
-    Levels are tried from the lightest until micro-batches of `BUSY_TOKENS` fit (or the longest sample if it is longer,
-    or a rank's whole step if that is smaller); if none does, the heaviest is used. At that level, the micro-batch grows
-    until it fills memory or holds a rank's whole step. Given settings are kept; on the CPU see `_choose_on_cpu`.
-    Raises ResourceError if the longest sample does not fit at the heaviest level.
+    Of two that cost the same by `step_tokens`, the lighter. If the longest sample (or a given micro-batch) fits at
+    none, the heaviest is used. Given settings are kept; on the CPU see `_choose_on_cpu`. Raises ResourceError if the
+    longest sample does not fit at the heaviest level.
     """
     configured = settings.batch.micro_batch_tokens
     if device is None:
@@ -158,11 +166,12 @@ def choose_micro_batch(
             [Fix({}, "leave it out")],
         )
     model = memory_model(settings, shape, device, parallel_layout)
-    for level in _levels(settings, compiled=model.compiled):
-        decision, fit_tokens, enough_tokens = _decide(model, level, tokens, device)
-        if fit_tokens >= enough_tokens:
-            break
-    whole_step = settings.full.update == "backward"
+    choices = [_decide(model, level, tokens, device) for level in _levels(settings, shape, compiled=model.compiled)]
+    fitting = [choice for choice in choices if choice[1] >= choice[2]]
+    decision, fit_tokens, _ = min(
+        fitting, key=lambda choice: step_tokens(choice[0], tokens, device), default=choices[-1]
+    )
+    level, whole_step = decision.recompute, settings.full.update == "backward"
     num_tokens = tokens.rank_step_tokens if whole_step else tokens.longest_sample
     if fit_tokens < num_tokens and not configured:
         need = model.estimate(tokens.micro_batch(num_tokens), level).total_bytes / (1 - MARGIN)
@@ -207,7 +216,7 @@ def _choose_on_cpu(
     If nothing fits, the smallest is taken, as the estimate may be too high. Raises ResourceError if that is more than
     `memory`.
     """
-    configured, levels = settings.batch.micro_batch_tokens, _levels(settings, compiled=False)
+    configured, levels = settings.batch.micro_batch_tokens, _levels(settings, shape, compiled=False)
     levels = tuple(level for level in levels if level != "offload") or levels
     most = configured or max(CPU_MICRO_BATCH_TOKENS, tokens.longest_sample)
     counts = [most] if configured else [most, *(max(count, tokens.longest_sample) for count in CPU_SMALLER)]
@@ -262,7 +271,8 @@ def spend_spare_memory(
     def num_micro_batches(plan: TrainingPlan) -> int:
         return sum(len(rank) for step in plan.sampled_steps(NUM_STEPS_SEEN) for rank in step.by_rank)
 
-    other_layout, fit_tokens, enough_tokens = _decide(other, decision.recompute, tokens, device)
+    other_layout, fit_tokens, _ = _decide(other, decision.recompute, tokens, device)
+    enough_tokens = min(tokens.largest_pass_tokens, max(BUSY_TOKENS * settings.context_ranks, tokens.longest_sample))
     cut = plan.with_layout(
         other_layout.micro_batch_tokens,
         plan.batch_layout.cost,
@@ -277,23 +287,23 @@ def spend_spare_memory(
 def _decide(
     model: MemoryModel, level: Recompute, tokens: TokenStatistics, device: Device
 ) -> tuple[MemoryDecision, int, int]:
-    """Return the decision at one recompute level, the tokens that fit, and how many suffice to accept the level."""
+    """Return the decision at one recompute level, the tokens that fit, and how many must fit."""
     settings, configured = model.settings, model.settings.batch.micro_batch_tokens
     enough_tokens = most_tokens = min(configured or tokens.largest_pass_tokens, tokens.largest_pass_tokens)
     if not configured and settings.full.update == "step":
-        enough_tokens = min(most_tokens, max(BUSY_TOKENS * settings.context_ranks, tokens.longest_sample))
+        enough_tokens = min(most_tokens, tokens.longest_sample)
     fit_tokens = usable_tokens = largest_fit(model, level, tokens, device, most_tokens)
     if enough_tokens < most_tokens:
         usable_tokens = min(usable_tokens, max(enough_tokens, _indexed_tokens(model)))
     num_tokens = configured or max(usable_tokens, tokens.longest_sample)
     budget = budget_bytes(settings, device)
     reason = (
-        f"{num_tokens:,} tokens per micro-batch, recompute {level}: {budget / GIB:.1f} GiB of {device.name} hold "
-        f"{fit_tokens:,} tokens, a step has at most {tokens.rank_step_tokens:,} per rank"
+        f"{num_tokens:,} tokens per micro-batch, recompute {model.describe(level)}: {budget / GIB:.1f} GiB of "
+        f"{device.name} hold {fit_tokens:,} tokens, a step has at most {tokens.rank_step_tokens:,} per rank"
     )
     if usable_tokens < fit_tokens:
         reason += "; tensors of more tokens would need 64-bit indices"
-    if (measured := model.corrections.get(model.kind_of_pass(level), Correction())) != Correction():
+    if (measured := model.correction_of(level)) != Correction():
         reason += f"; measured passes take {measured}"
     if level == "offload":
         reason += f"; {model.inputs_bytes(num_tokens) / GIB:.1f} GiB of layer inputs are kept in host memory"
@@ -372,12 +382,41 @@ def longest_document_tokens(
     """Return the longest single document that this GPU could train on, at the heaviest allowed recompute level."""
     model = memory_model(settings, shape, device, layout)
     tokens = TokenStatistics(LONGEST_TOKENS, LONGEST_TOKENS, label_share, float(LONGEST_TOKENS))
-    heaviest = _levels(settings, compiled=model.compiled)[-1]
+    heaviest = _levels(settings, shape, compiled=model.compiled)[-1]
     return largest_fit(model, heaviest, tokens, device, LONGEST_TOKENS)
 
 
-def _levels(settings: PlanSettings, *, compiled: bool) -> tuple[Recompute, ...]:
+def step_tokens(decision: MemoryDecision, tokens: TokenStatistics, device: Device) -> float:
+    """Return how many tokens without recompute take as long as a step, in which passes cost something themselves."""
+    model, level = decision.model, decision.recompute
+    assert model is not None
+    settings, shape = model.settings, model.shape
+    again = model.num_recomputed(level) / shape.num_layers
+    # kept layers beside others that recompute are as with `budget`
+    share = LEVEL_SHARES["budget"] * (1 - again) * model.compiled if isinstance(level, int) else LEVEL_SHARES[level]
+    # FLOPs of a weight and token: 2 in a forward pass, 6 in training, 4 where weights have no gradients
+    share += again * 2 / (6 if settings.method == "full" else 4)
+    num_dequantized = 2 + again if settings.method == "lora" and settings.base.storage == "nf4" else 0
+    num_tokens = pass_tokens = float(tokens.rank_step_tokens)
+    if decision.micro_batch_tokens < num_tokens:
+        # samples stay whole, so passes are less full by half of one
+        pass_tokens = max(decision.micro_batch_tokens - tokens.mean_length / 2, decision.micro_batch_tokens / 2)
+    gpu_tokens = pass_tokens * (1 + share) + PASS_TOKENS + num_dequantized * DEQUANTIZING_TOKENS
+    if settings.may_record_graphs and model.compiled and level != "offload" and not model.parallel_layout.lockstep:
+        return num_tokens / pass_tokens * gpu_tokens
+    # a pass takes no less than the host needs to launch its kernels
+    length = tokens.mean_length
+    token_s = float(make_cost(settings, shape).flops(length, length * tokens.label_share)) / length
+    token_s /= reachable_flops_per_s(device.name, fp8=settings.computes_in_fp8)
+    return num_tokens / pass_tokens * max(gpu_tokens, shape.num_layers * HOST_S_PER_LAYER / token_s)
+
+
+def _levels(settings: PlanSettings, shape: ModelShape, *, compiled: bool) -> tuple[Recompute, ...]:
     """Return the levels to try, lightest first; `selective` and `budget` need compiled layers."""
-    if settings.recompute == "auto":
-        return ("none", "selective", "budget", "full", "offload") if compiled else ("none", "full", "offload")
-    return ("full" if settings.recompute in ("selective", "budget") and not compiled else settings.recompute,)
+    asked = settings.recompute
+    if asked == "auto":
+        partial = ("selective", "budget") if compiled else ()
+        return ("none", *partial, *range(1, shape.num_layers), "full", "offload")
+    if isinstance(asked, int):
+        return (asked if asked < shape.num_layers else "full",)
+    return ("full" if asked in ("selective", "budget") and not compiled else asked,)

@@ -41,18 +41,22 @@ NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 # values that share a scale of 8-bit moments: a divisor of the last dimension in this range (see `optim.adamw_8bit`)
 ADAM_8BIT_BLOCKS = range(64, 257)
 # On a CPU: what a process holds beside its tensors, how much more than tensors these take, and how much more those of
-# less than `HEAP_BLOCK_BYTES`, between which glibc's heap has holes. With `MAPPED_LEVELS`, where holes were twice the
-# tensors, blocks of `MAPPED_BLOCK_BYTES` are mapped. Resident and planned GiB of 30 layers of 576 (LoRA, fp32): 6.3 and
-# 6.3 at 2,016 tokens, 15.2 and 14.3 at 8,064; full 1.6 and 1.5, 2.3 and 2.4, where the heap took 2.6, and 5.4 to 7.7
+# less than `HEAP_BLOCK_BYTES`, between which glibc's heap has holes. Where layers recompute, holes were twice the
+# tensors, so blocks of `MAPPED_BLOCK_BYTES` are mapped. Resident and planned GiB of 30 layers of 576 (LoRA, fp32): 6.3
+# and 6.3 at 2,016 tokens, 15.2 and 14.3 at 8,064; full 1.6 and 1.5, 2.3 and 2.4, where the heap took 2.6, 5.4 to 7.7
 PROCESS_BYTES, CPU_SHARE, HEAP_SHARE = int(0.45 * 2**30), 0.2, 0.7
 HEAP_BLOCK_BYTES, MAPPED_BLOCK_BYTES = 32 << 20, 1 << 20
-MAPPED_LEVELS = ("full", "offload")
 # layer inputs on the GPU while they are copied to the host or back
 OFFLOAD_INPUTS = 3
 # cuBLAS workspaces, batch tensors
 CONSTANT_BYTES = 64 << 20
 # rows of logits that the loss head holds at a time: enough for full speed, fewer if memory is short
 HEAD_TILE_ROWS = {"none": 2048, "selective": 2048, "budget": 2048, "full": 512, "offload": 128}
+
+
+def head_tile_rows(recompute: Recompute) -> int:
+    """Return the rows of logits that the loss head holds at a time at a recompute level."""
+    return HEAD_TILE_ROWS["full" if isinstance(recompute, int) else recompute]
 
 
 @dataclass(frozen=True)  # without slots, for cached properties
@@ -71,10 +75,10 @@ class MemoryModel:
                      they replace activations, so in a step of one micro-batch only the larger of the two counts
         optimizer    adamw 2 m, sgd m, adamw8bit 2.03 bytes per trained parameter (LoRA: as adamw for B, whose rows are
                      shorter than a block)
-        activations  none: L fat per token; selective: without the norms'
-                     outputs and the MLP's product; budget: the inputs L D s and 0.49 of the rest; full: L D s; offload:
-                     3 D s
-        working      the larger of: the head's `HEAD_TILE_ROWS` of logits, which their gradient replaces, label rows and
+        activations  none: L fat per token; selective: without the norms' outputs and the MLP's product; budget: the
+                     inputs L D s and 0.49 of the rest; full: L D s; offload: 3 D s; N: N D s, and the other layers as
+                     with budget (as with none if they are not compiled)
+        working      the larger of: the head's `head_tile_rows` of logits, which their gradient replaces, label rows and
                      their gradient, and 10 D per token around the last norm; and the backward pass of one layer: 0.38
                      fat per token, the recomputed share of it, and one weight group unpacked (nf4) or transposed (fp8)
 
@@ -143,25 +147,35 @@ class MemoryModel:
     def kind_of_pass(self, recompute: Recompute) -> str:
         """Name what decides a pass's temporaries: a measured pass corrects only its own kind."""
         layout, how = self.parallel_layout, "compiled" if self.compiled else "eager"
-        parts = [recompute, how, self.precision, layout.strategy, self.settings.batch.layout]
+        level = "layers" if isinstance(recompute, int) else recompute
+        parts = [level, how, self.precision, layout.strategy, self.settings.batch.layout]
         parts += [f"experts/{layout.expert_ranks}"] * (layout.expert_ranks > 1)
         return " ".join([*parts, *[f"context/{layout.context_ranks}"] * (layout.context_ranks > 1)])
 
     def estimate(self, size: MicroBatchSize, recompute: Recompute, *, accumulates: bool = True) -> MemoryEstimate:
         """Estimate the peak with micro-batches of this size; a step has several of them if it `accumulates`."""
         fitted = self.fitted_estimate(size, recompute, accumulates)
-        measured = self.corrections.get(self.kind_of_pass(recompute), Correction())
+        measured = self.correction_of(recompute)
         activations, working = measured.of(fitted.activations_bytes, fitted.working_bytes)
         beside = self.settings.reward_models_bytes
         of_tensors = replace(fitted, activations_bytes=activations, working_bytes=working, reward_models_bytes=beside)
         process = self._process_bytes(of_tensors, size.num_tokens, recompute) if self.on_cpu else 0
         return replace(of_tensors, process_bytes=process)
 
+    def correction_of(self, recompute: Recompute) -> Correction:
+        """Return what passes have measured at this level, or until then the most per token of another level.
+
+        Otherwise a level that nobody has measured would look better than one that takes more than its constants say.
+        """
+        kind = self.kind_of_pass(recompute)
+        alike = [one.scale for name, one in self.corrections.items() if name.split()[1:] == kind.split()[1:]]
+        return self.corrections.get(kind) or Correction(max(alike, default=1.0))
+
     def _process_bytes(self, estimate: MemoryEstimate, num_tokens: int, recompute: Recompute) -> int:
         """Return what a process on the CPU holds beside the tensors of an estimate."""
         # an MLP's tensors are the widest: gate, up and their product
         width = sum(layer.mlp_elements for layer in self.shape.layers) / (3 * self.shape.num_layers)
-        block_bytes = MAPPED_BLOCK_BYTES if recompute in MAPPED_LEVELS else HEAP_BLOCK_BYTES
+        block_bytes = MAPPED_BLOCK_BYTES if self.num_recomputed(recompute) else HEAP_BLOCK_BYTES
         heap_bytes = estimate.activations_bytes * (num_tokens * width * self.widths.compute < block_bytes)
         return PROCESS_BYTES + int(CPU_SHARE * estimate.total_bytes + HEAP_SHARE * heap_bytes)
 
@@ -218,7 +232,8 @@ class MemoryModel:
         backward_bytes = one_rank._backward_bytes(own_tokens, recompute, with_mlp=False) + CONSTANT_BYTES
         # without a kernel for pieces of documents (16 bit), attention over whole documents saves its inputs and output
         saved = 0 if self.precision in ("bf16", "fp16") else sum(layer.pair_width + layer.key_width for layer in layers)
-        saved = saved // len(layers) if recompute in ("full", "offload") else saved
+        num_kept = max(1, len(layers) - one_rank.num_recomputed(recompute))
+        saved = saved * num_kept // len(layers)
         return replace(
             estimate,
             activations_bytes=estimate.activations_bytes + elements * saved,
@@ -319,25 +334,38 @@ class MemoryModel:
         return num_bytes if self.compiled else num_bytes * EAGER_SHARE
 
     def _activations_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:
-        shape = self.shape
-        inputs = self.inputs_bytes(size.num_tokens)
-        everything = shape.num_layers * self._layer_bytes(size.num_tokens)
-        factors = shape.num_lora_params(self.settings.lora, of_experts=True) if self.settings.method == "lora" else 0
-        kept_bytes = {
-            "none": everything,
-            "selective": everything - shape.num_layers * self._selective_bytes(size.num_tokens),
-            "budget": inputs + BUDGET_SHARE * (everything - inputs),
-            "full": inputs,
-            "offload": min(OFFLOAD_INPUTS, shape.num_layers) * inputs / shape.num_layers,
-        }[recompute]
+        shape, num_recomputed = self.shape, self.num_recomputed(recompute)
+        num_kept = shape.num_layers - num_recomputed
+        num_inputs = min(OFFLOAD_INPUTS, num_recomputed) if recompute == "offload" else num_recomputed
+        kept_bytes = num_inputs * self.inputs_bytes(size.num_tokens) / shape.num_layers
+        per_layer = self._layer_bytes(size.num_tokens) - self._again_bytes(size.num_tokens, recompute)
+        kept_bytes += num_kept * per_layer
         # a layer that is computed again makes its experts' adapters anew
-        kept_share = 1 / shape.num_layers if recompute in ("full", "offload") else 1.0
-        copies = factors * self.widths.copies * kept_share if self.widths.copies else 0
+        factors = shape.num_lora_params(self.settings.lora, of_experts=True) if self.settings.method == "lora" else 0
+        copies = factors * self.widths.copies * max(1, num_kept) / shape.num_layers
         return int(kept_bytes + copies)
 
-    def _selective_bytes(self, num_tokens: int) -> int:
-        """Return the bytes that `selective` recomputes in one layer: both norms' outputs and the MLP's product."""
-        # mlp_elements are gate, up and product
+    def num_recomputed(self, recompute: Recompute) -> int:
+        """Return how many decoder layers compute everything again."""
+        num_layers = self.shape.num_layers
+        if isinstance(recompute, int):
+            return min(recompute, num_layers)
+        return num_layers if recompute in ("full", "offload") else 0
+
+    def describe(self, recompute: Recompute) -> str:
+        """Return a level as text: a number with that of all layers."""
+        return f"{recompute} of {self.shape.num_layers} layers" if isinstance(recompute, int) else recompute
+
+    def _again_bytes(self, num_tokens: int, recompute: Recompute, *, with_mlp: bool = True) -> float:
+        """Return what the last layer computes again of the bytes that it saves without recomputation."""
+        saved = self._layer_bytes(num_tokens, with_mlp=with_mlp)
+        if self.num_recomputed(recompute) == self.shape.num_layers:
+            return saved
+        if recompute == "none" or not self.compiled:
+            return 0.0
+        if recompute != "selective":
+            return (1 - BUDGET_SHARE) * (saved - self.inputs_bytes(num_tokens) / self.shape.num_layers)
+        # both norms' outputs and the MLP's product; mlp_elements are gate, up and product
         products = 0 if self._unsaved_elements else sum(layer.mlp_elements // 3 for layer in self.shape.layers)
         elements = products // self.shape.num_layers + 2 * self.shape.hidden_size
         return int(num_tokens * elements * self.widths.compute)
@@ -345,15 +373,14 @@ class MemoryModel:
     def _backward_bytes(self, num_tokens: int, recompute: Recompute, *, with_mlp: bool = True) -> float:
         """Return the bytes of one layer's backward pass: gradients of activations, and what it recomputes."""
         gradients = BACKWARD_SHARE * self._layer_bytes(num_tokens, with_mlp=with_mlp)
-        recomputed_share = {"none": 0.0, "selective": 0.0, "budget": 1 - BUDGET_SHARE}.get(recompute, 1.0)
-        recomputed = recomputed_share * self._layer_bytes(num_tokens, with_mlp=with_mlp)
-        return gradients + recomputed + (self._selective_bytes(num_tokens) if recompute == "selective" else 0)
+        # the first layers recompute when what the last ones kept is freed
+        return gradients + self._again_bytes(num_tokens, recompute, with_mlp=with_mlp)
 
     def _working_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:
         """Return the larger of the head's temporaries and those of one layer's backward pass."""
         shape, base, element = self.shape, self.settings.base, self.widths.compute
         # one tile's logits, which their gradient replaces; the label rows and their gradient; what the last norm saves
-        num_tile_rows = min(size.num_label_tokens, HEAD_TILE_ROWS[recompute])
+        num_tile_rows = min(size.num_label_tokens, head_tile_rows(recompute))
         head = (num_tile_rows * shape.num_head_rows + 2 * size.num_label_tokens * shape.hidden_size) * element
         head += size.num_tokens * shape.hidden_size * LAST_NORM_BYTES
         if self.settings.method == "full" or shape.trains_head(self.settings.lora):

@@ -50,7 +50,7 @@ def gradients(model, length=23):
 
 
 @pytest.mark.parametrize("dropout", usual([0.0, 0.3], [0.3]))
-@pytest.mark.parametrize("level", usual(["none", "selective", "budget", "full", "offload"], ["full", "offload"]))
+@pytest.mark.parametrize("level", usual(["none", "selective", "budget", 1, "full", "offload"], [1, "full", "offload"]))
 def test_every_level_has_the_gradients_of_none(make_model, level, dropout):
     model = make_model(dropout=dropout)
     apply_recompute(model, level)
