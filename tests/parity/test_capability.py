@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from flatout.environment import named_capability
-from flatout.errors import UsageError
+from flatout.errors import ResourceError, UsageError
 from flatout.kernels.attention import cudnn, flash
 from flatout.kernels.capability import capability, choose_kernels_of
 from flatout.kernels.fp8_matmul import has_fp8
 from flatout.models.attention import choose_attention
+from flatout.models.load.model import gpu_features, resolve_precision
 
 CUDA = torch.device("cuda", 0)
 # GPU -> capability, has float8
@@ -35,6 +36,18 @@ def test_the_named_capability_takes_the_place_of_the_gpus(gpu):
     # a CPU stays one
     assert capability(torch.device("cpu")) == (0, 0)
     assert not has_fp8(torch.device("cpu"))
+
+
+def test_a_plan_and_the_model_have_the_arithmetic_of_the_named_gpu(gpu):
+    name, float8 = gpu
+    choose_kernels_of(None)
+    assert gpu_features(CUDA) == (name != "7.5", float8)
+    assert resolve_precision("auto", CUDA) == (torch.float32 if name == "7.5" else torch.bfloat16)
+    if name == "7.5":
+        with pytest.raises(ResourceError, match="this GPU has no bf16 hardware"):
+            resolve_precision("bf16", CUDA)
+    assert resolve_precision("fp16", CUDA) == torch.float16
+    assert gpu_features(torch.device("cpu")) == (False, False)
 
 
 def test_packages_and_torchs_kernel_are_for_the_capabilities_that_have_them(gpu, monkeypatch):

@@ -18,7 +18,7 @@ from flatout.config.schema import BaseConfig, FullConfig, ModelConfig
 from flatout.environment import named_capability
 from flatout.errors import CheckpointError, Fix, FlatoutError, PackingError, ResourceError, UsageError, reason_of
 from flatout.io.hub import hub_errors, hub_source
-from flatout.kernels.capability import choose_kernels_of
+from flatout.kernels.capability import AMPERE, capability, choose_kernels_of
 from flatout.kernels.fp8_matmul import has_fp8
 from flatout.models.arch_quirks import choose_layout
 from flatout.models.attention import Implementation, choose_attention, register, registered_name
@@ -86,9 +86,9 @@ class Loading:
 
 
 def gpu_features(device: torch.device) -> tuple[bool, bool]:
-    """Return whether a device has bf16 and float8 arithmetic in hardware; a CPU has neither."""
-    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return has_bf16, has_fp8(device)
+    """Return whether a device, or the named one in its place, has bf16 and float8 in hardware; a CPU has neither."""
+    choose_kernels_of(named_capability())
+    return capability(device) >= AMPERE, has_fp8(device)
 
 
 def resolve_precision(name: Literal["auto", "bf16", "fp16", "fp32", "fp64"], device: torch.device) -> torch.dtype:
