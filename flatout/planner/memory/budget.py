@@ -26,12 +26,13 @@ CPU_MICRO_BATCH_TOKENS, CPU_SMALLER = 8192, (4096, 2048, 1024)
 SMALLER = "set batch.micro_batch_tokens=2048, recompute=full or data.max_tokens=1024"
 # computes in fp32, and without the compiler
 CPU = Device("the CPU", 0, has_bf16=False, has_fp8=False)
-# strategies are compared, and gathered weights kept, only if micro-batches of this size fit
+# a pass over gathered weights takes as long as this many tokens at least; strategies are compared with such passes
 BUSY_TOKENS = 8192
-# What a pass costs besides its tokens, as a number of tokens, and each time that it dequantizes all weights: moving
-# their bytes, against 4 FLOPs a weight and token, takes as long as 100 to 170 tokens on GPUs of 2020 to 2025. On an
-# H200, a pass of Qwen3-8B in NF4 costs 330 tokens in all: 17,357 tokens/s in 2.7 passes a step and 15,483 in 9.7
-PASS_TOKENS, DEQUANTIZING_TOKENS = 100, 120
+# What a pass costs besides its tokens, as a number of tokens, and each time that it moves all weights beside its
+# products: against 4 FLOPs a weight and token, that takes as long as 100 to 170 tokens on GPUs of 2020 to 2025. On an
+# H200, a pass of Qwen3-8B in NF4 costs 330 tokens in all: 17,357 tokens/s in 2.7 passes a step and 15,483 in 9.7. With
+# experts, of which a token computes few, both cost as many times more as there are weights for each computed one
+PASS_TOKENS, MOVING_TOKENS = 100, 120
 # what a level costs besides the layers' second forward pass, as a share of the rest: 17,900 tokens/s of Qwen3-8B in
 # bf16 become 17,362 with `budget`
 LEVEL_SHARES = {"none": 0.0, "selective": 0.015, "budget": 0.035, "full": 0.0, "offload": 0.05}
@@ -396,12 +397,18 @@ def step_tokens(decision: MemoryDecision, tokens: TokenStatistics, device: Devic
     share = LEVEL_SHARES["budget"] * (1 - again) * model.compiled if isinstance(level, int) else LEVEL_SHARES[level]
     # FLOPs of a weight and token: 2 in a forward pass, 6 in training, 4 where weights have no gradients
     share += again * 2 / (6 if settings.method == "full" else 4)
-    num_dequantized = 2 + again if settings.method == "lora" and settings.base.storage == "nf4" else 0
+    # a pass adds gradients of all weights to those of other passes, or dequantizes the weights for each product
+    moves = 2.0 if settings.method == "full" else 2 + again if settings.base.storage == "nf4" else 0.0
     num_tokens = pass_tokens = float(tokens.rank_step_tokens)
     if decision.micro_batch_tokens < num_tokens:
         # samples stay whole, so passes are less full by half of one
         pass_tokens = max(decision.micro_batch_tokens - tokens.mean_length / 2, decision.micro_batch_tokens / 2)
-    gpu_tokens = pass_tokens * (1 + share) + PASS_TOKENS + num_dequantized * DEQUANTIZING_TOKENS
+    linears = (linear for layer in shape.layers for linear in (*layer.linears, *layer.experts))
+    num_weights = sum(linear.num_experts * linear.num_weights for linear in linears)
+    per_used = num_weights / sum(layer.num_active_weights for layer in shape.layers)
+    gpu_tokens = pass_tokens * (1 + share) + per_used * (PASS_TOKENS + moves * MOVING_TOKENS)
+    if model.parallel_layout.shards_weights:
+        gpu_tokens = max(gpu_tokens, BUSY_TOKENS)
     if settings.may_record_graphs and model.compiled and level != "offload" and not model.parallel_layout.lockstep:
         return num_tokens / pass_tokens * gpu_tokens
     # a pass takes no less than the host needs to launch its kernels

@@ -79,6 +79,18 @@ def test_the_choice_is_the_fastest_of_all_that_are_given_by_hand(storage, gib):
     assert best == min(others) < 0.9 * max(others)
 
 
+def test_passes_that_gather_weights_stay_large():
+    """Of full fine-tuning over two GPUs: what one GPU does in small passes would gather all weights for each."""
+    halves, full = ParallelLayout("fsdp", 2, 1, reshard_after_forward=True), settings_of(method="full", strategy="fsdp")
+    decision = choose_micro_batch(full, SHAPE, TOKENS, Device("a GPU", 100 * GIB), halves)
+    assert decision.micro_batch_tokens >= 7168
+    assert decision.recompute in range(1, 36)
+    alone = settings_of(method="full", full={"weights": "bf16"}, model={"name": "m", "precision": "bf16"})
+    one = choose_micro_batch(alone, SHAPE, TOKENS, Device("a GPU", 110 * GIB))
+    assert one.micro_batch_tokens < 7168
+    assert one.recompute == "budget"
+
+
 def test_a_number_of_layers_lies_between_the_levels():
     model, size = memory_model(settings_of(), SHAPE, Device("a GPU", 24 * GIB)), TOKENS.micro_batch(8192)
     levels = ("budget", *range(1, 36), "full")
