@@ -89,6 +89,8 @@ def _cells(row: RunRow) -> tuple[str, ...]:
 
     kind, figure = ("eval", "loss") if row.reward_after is None else ("held_out", "reward")
     values = (getattr(row, f"{figure}_before"), getattr(row, f"{figure}_after"), row.best)
+    # a run without an evaluation shows what its steps or rounds had
+    figure = "-" if values[1] is None else f"{'train' if row.best is None else 'eval'} {figure}"
     judged = zip(values, row.stderrs, strict=True)
     ends = ["-" if value is None else judged_text(kind, value, error) for value, error in judged]
     ends[-1] += "" if row.best is None else f" @{row.best_step:,}"
@@ -102,7 +104,7 @@ def _cells(row: RunRow) -> tuple[str, ...]:
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
     """Return aligned lines, without columns that say nothing; they fit a terminal."""
-    nothing = {"tags": "-", "note": "-", "figure": "loss"}
-    is_shown = [{*cells} != {nothing.get(name)} for name, *cells in zip(*rows, strict=True)]
+    optional = ("tags", "note", "figure")
+    is_shown = [name not in optional or {*cells} != {"-"} for name, *cells in zip(*rows, strict=True)]
     texts = [index for index, name in enumerate(compress(_HEAD, is_shown)) if name in _TEXTS]
     return fitted([[printable(cell) for cell in compress(row, is_shown)] for row in rows], texts)

@@ -184,7 +184,7 @@ def test_a_run_of_rounds_is_judged_by_its_held_out_reward(of_rounds, capsys):
     assert "Training loss" not in shown + text
     assert "padding avoided" not in shown + text
     assert main(["runs", str(of_rounds.parent)]) == 0
-    assert re.search(r"reward +0.25 ± 0.08 +0.5 ± 0.08 +0.75 ± 0.08 @8 ", capsys.readouterr().out)
+    assert re.search(r"eval reward +0.25 ± 0.08 +0.5 ± 0.08 +0.75 ± 0.08 @8 ", capsys.readouterr().out)
     assert main(["watch", str(of_rounds)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "held_out   0.25 ± 0.08 first, 0.5 ± 0.08 last, 0.75 ± 0.08 best, after step 8" in lines
