@@ -206,6 +206,17 @@ def test_rewards_are_worse_beyond_twice_the_error_of_their_difference(of_rounds)
         assert ("got worse" in str(summarize(replace(log, held_out=held_out)).warnings)) == is_told
 
 
+def test_equal_rewards_are_shown_without_an_error(of_rounds, capsys):
+    writer = RunFolderWriter(of_rounds)
+    writer.on_round(HeldOutRecord(21, 1.0, 8, 1.0, reward_stderr=0.0))
+    writer.on_round(HeldOutRecord(22, 0.875, 8, 1.0, reward_stderr=0.125))
+    assert (main(["watch", str(of_rounds)]), main(["runs", str(of_rounds.parent)])) == (0, 0)
+    shown = capsys.readouterr().out
+    assert "held_out   0.25 ± 0.08 first, 0.875 ± 0.12 last, 1 best, after step 21\n" in shown
+    assert "held_out   step 21: reward 1  8 answers\n" in shown
+    assert re.search(r"eval reward +0.25 ± 0.08 +0.875 ± 0.12 +1 @21 ", shown)
+
+
 def test_skipped_steps_are_gaps_and_what_never_changes_takes_no_chart(of_rounds):
     page = Page(whole_page("run", run_fragment(read_run(of_rounds))))
     series = {one["name"]: one["y"] for chart in page.charts if chart["kind"] == "lines" for one in chart["series"]}
