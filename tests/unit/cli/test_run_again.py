@@ -273,7 +273,7 @@ def test_runs_are_listed_sorted_and_as_json(here, capsys):
     (here / "runs" / "no-run").mkdir()
     assert main(["runs"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split()[:6] == ["run", "state", "steps", "figure", "before", "after"]
+    assert head.split()[:6] == ["run", "state", "steps", "on", "before", "after"]
     assert head.split()[6:] == ["best", "time", "size", "model", "data"]
     assert {line.split()[0]: line.split()[3] for line in lines} == {"run": "eval", "b/inner": "train"}
     assert {line.split()[0]: line.split()[1] for line in lines} == {"run": "complete", "b/inner": "killed"}

@@ -184,7 +184,7 @@ def test_a_run_of_rounds_is_judged_by_its_held_out_reward(of_rounds, capsys):
     assert "Training loss" not in shown + text
     assert "padding avoided" not in shown + text
     assert main(["runs", str(of_rounds.parent)]) == 0
-    assert re.search(r"eval reward +0.25 ± 0.08 +0.5 ± 0.08 +0.75 ± 0.08 @8 ", capsys.readouterr().out)
+    assert re.search(r"reward  eval  0.25    0.5 ± 0.08  0.75 @8 ", capsys.readouterr().out)
     assert main(["watch", str(of_rounds)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "held_out   0.25 ± 0.08 first, 0.5 ± 0.08 last, 0.75 ± 0.08 best, after step 8" in lines
@@ -214,7 +214,7 @@ def test_equal_rewards_are_shown_without_an_error(of_rounds, capsys):
     shown = capsys.readouterr().out
     assert "held_out   0.25 ± 0.08 first, 0.875 ± 0.12 last, 1 best, after step 21\n" in shown
     assert "held_out   step 21: reward 1  8 answers\n" in shown
-    assert re.search(r"eval reward +0.25 ± 0.08 +0.875 ± 0.12 +1 @21 ", shown)
+    assert re.search(r"reward  eval  0.25    0.875 ± 0.12  1 @21 ", shown)
 
 
 def test_skipped_steps_are_gaps_and_what_never_changes_takes_no_chart(of_rounds):
