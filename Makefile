@@ -39,10 +39,11 @@ format: $(VENV)/.ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# the documentation site, in build/site
+# the documentation site of all versions that were built here, in build/site
 docs: $(VENV)/.ready
 	$(BIN)/python docs/reference/generate.py
 	$(BIN)/zensical build --strict
+	$(BIN)/python docs/reference/versions.py build/docs build/site
 
 setup: $(VENV)/.ready
 

@@ -2,7 +2,8 @@
 
 python docs/images/make.py FOLDER RUN   # FOLDER: where `flatout studio` runs; RUN: such as runs/run
 
-It needs the extras `studio` and `browser`, chromium and chromedriver.
+docs/images/sums.py has the commands that made the runs of today's pictures. This script needs the extras `studio` and
+`browser`, chromium and chromedriver.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ HERE = Path(__file__).parent
 WIDTH = 1280
 # name: address within studio, height, and what is true of the page when it is complete
 STUDIO = {
-    "studio-plan": ("/plan?from={run}", 900, "document.getElementById('plan-status').textContent === 'up to date'"),
-    "studio-runs": ("/runs", 480, "[...document.querySelectorAll('.took')].every((one) => one.textContent)"),
-    "studio-run": ("/run?folder={run}", 1100, "document.querySelector('#live .chart path')"),
+    "studio-plan": ("/plan?from={run}", 825, "document.getElementById('plan-status').textContent === 'up to date'"),
+    "studio-runs": ("/runs", 494, "[...document.querySelectorAll('.took')].every((one) => one.textContent)"),
+    "studio-run": ("/run?folder={run}", 1150, "document.querySelector('#live .chart path')"),
 }
 
 
@@ -45,7 +46,7 @@ def main() -> None:
     with browser() as driver, tempfile.TemporaryDirectory() as place:
         report = Path(place, "report.html")
         subprocess.run([*flatout, "report", args.run, "--out", str(report)], cwd=args.folder, check=True)
-        take(driver, "report", report.as_uri(), 1160, "document.querySelector('.chart path')")
+        take(driver, "report", report.as_uri(), 892, "document.querySelector('.chart path')")
         command = [*flatout, "studio", "--port", "0", "--no-browser"]
         with subprocess.Popen(command, cwd=args.folder, stdout=subprocess.PIPE, text=True) as studio:
             assert studio.stdout is not None
@@ -90,7 +91,7 @@ def take(driver: Any, name: str, address: str, height: int, ready: str) -> None:
         time.sleep(1)  # colors change gradually
         shot = driver.execute_cdp_cmd("Page.captureScreenshot", {})
         image = Image.open(io.BytesIO(base64.b64decode(shot["data"]))).convert("RGB")
-        image.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+        image.quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(
             HERE / f"{name}-{theme}.png", optimize=True
         )
 

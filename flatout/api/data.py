@@ -33,7 +33,7 @@ from flatout.io.json_file import read_json
 
 __all__ = [
     "CHAT_COLUMNS", "REGISTRY", "ROW_TYPES", "TEMPLATES", "MessageReader", "TokenStore", "annotate_data_set",
-    "data_set_entry", "data_sets", "end_of_turn", "first_row", "load_processor", "load_tokenizer", "open_data_set",
+    "data_set_entry", "data_sets", "end_of_turn", "load_processor", "load_tokenizer", "open_data_set",
     "open_or_build", "own_paths", "read_rows", "recognize_columns", "render", "row_type", "template_text",
 ]  # fmt: skip
 
@@ -81,7 +81,7 @@ class MessageReader:
         return [{"role": turn.role, "content": turn.content} for turn in messages]
 
 
-def first_row(path: Path) -> RawRow | None:
+def _first_row(path: Path) -> RawRow | None:
     """Return the first row of a file, if it has any. Raises DataError for one that cannot be read."""
     from flatout.data.rows.archives import read_file
 
@@ -94,7 +94,7 @@ def recognize_columns(path: Path, source: str) -> tuple[Mapping[str, Any], dict[
     The reason is "" if a format reads it as it is; columns are empty where none would help. Errors call the file
     `source`. Raises DataError if it has no rows.
     """
-    if (row := first_row(path)) is None:
+    if (row := _first_row(path)) is None:
         raise DataError(f"{source} has no rows; choose another file")
     unknown = "no known format has these columns"
     try:

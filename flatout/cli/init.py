@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from flatout.api.commands import require_yaml, write_new
-from flatout.api.data import first_row, row_type
 from flatout.cli.screen import COLUMN_FORM, pairs_of, say, with_columns
 from flatout.config.describe import Which, changed_settings, render_template
 from flatout.config.schema import NAME_PATTERN, Config, DataConfig, EvalConfig, ModelConfig, SourceConfig
 from flatout.data import registry
 from flatout.data.rows.formats.parser import make_parser
-from flatout.data.rows.sources import require_local
+from flatout.data.rows.read import raise_error
+from flatout.data.rows.sources import local_source, require_local
 from flatout.demo.settings import MODEL_DIR, TRAIN_FILE, demo_config
 from flatout.errors import Fix, UsageError
 from flatout.io.near_path import files_of_rows
@@ -125,7 +125,7 @@ def starting_config(name: str, *, data: str | None, model: str | None) -> Config
 def _with_columns(data: DataConfig, args: argparse.Namespace) -> DataConfig:
     """Return data with the columns that were named, and those that are near where the first row needs them.
 
-    Only a local file is opened. Raises DataError if no format has its columns.
+    Only local files are opened. Raises DataError if no format has its columns.
     """
     columns = pairs_of("--column", args.column, COLUMN_FORM)
     if args.data is None or not data.sources:
@@ -136,8 +136,8 @@ def _with_columns(data: DataConfig, args: argparse.Namespace) -> DataConfig:
 
     def read(data: DataConfig) -> DataConfig:
         for source in data.sources:
-            path = Path(source.path)
-            if path.is_file() and row_type(path) and (row := first_row(path)):
+            opened = local_source(source.model_copy(update={"unread_files": "skip"}))
+            if opened is not None and (row := next(opened.read(raise_error), None)):
                 make_parser(source, row)
         return data
 

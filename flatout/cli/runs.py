@@ -23,7 +23,8 @@ _SORTS = {
     "started": "started_at", "name": "name", "state": "state", "model": "model", "data": "data", "steps": "steps",
     "loss": "loss_after", "reward": "reward_after", "best": "best", "time": "time_s", "size": "size_bytes",
 }  # fmt: skip
-_HEAD = ("run", "state", "tags", "steps", "figure", "before", "after", "best", "time", "size", "note", "model", "data")
+_HEAD = ("run", "state", "tags", "steps", "figure", "on", "before", "after", "best", "time", "size", "note", "model",
+         "data")  # fmt: skip
 
 _TEXTS = {"run", "tags", "note", "model", "data"}
 
@@ -89,7 +90,10 @@ def _cells(row: RunRow) -> tuple[str, ...]:
 
     kind, figure = ("eval", "loss") if row.reward_after is None else ("held_out", "reward")
     values = (getattr(row, f"{figure}_before"), getattr(row, f"{figure}_after"), row.best)
-    judged = zip(values, row.stderrs, strict=True)
+    # a run without an evaluation shows what its steps or rounds had
+    on = "-" if values[1] is None else "train" if row.best is None else "eval"
+    # one error is enough to judge by, and three are too wide
+    judged = zip(values, (None, row.stderrs[1], None), strict=True)
     ends = ["-" if value is None else judged_text(kind, value, error) for value, error in judged]
     ends[-1] += "" if row.best is None else f" @{row.best_step:,}"
     steps = f"{row.steps:,}" if row.steps == row.planned_steps else f"{row.steps:,}/{row.planned_steps:,}"
@@ -97,7 +101,7 @@ def _cells(row: RunRow) -> tuple[str, ...]:
     model, data = shown(row.model, lambda name: Path(name).name), shown(row.data, str)
     tags, note = ",".join(row.tags) or "-", " ".join(row.note.split()) or "-"
     rest = short_time(row.time_s), size, note, model, data
-    return row.name, row.state, tags, steps, figure, *ends, *rest
+    return row.name, row.state, tags, steps, figure, on, *ends, *rest
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:

@@ -79,6 +79,10 @@ COUNTS = {
         note="text files have a tab in each line, as tables do, and each is trained as one document; name such a file "
         ".tsv, with a line of column names, to read its columns"
     ),
+    "spoken_text": Count(
+        note="text files have lines such as User: and Assistant:, and each is trained as one document; for a "
+        'conversation, write it as a line of a .jsonl file: {{"messages": [{{"role": "user", "content": "Hi"}}, ...]}}'
+    ),
     "transparent_pictures": Count(note="pictures have transparent parts; the image processor fills them"),
     "repeated_prompt": Count(note="answers begin with their prompt, which a model learns to repeat; remove it there"),
 }

@@ -120,8 +120,8 @@ def values_of(record: Any, table: Table) -> Iterator[tuple[str, Figure, float]]:
 
 def log_line(record: Any, table: Table) -> str:
     """Return the figures of a record for a line of train.log."""
-    line = "  ".join(row.text(value) for _, row, value in values_of(record, table) if row.line)
-    return line.replace("  ±", " ±")
+    texts = (row.text(value) for _, row, value in values_of(record, table) if row.line)
+    return "  ".join(filter(None, texts)).replace("  ±", " ±")
 
 
 def console_figures(record: Any, table: Table, *, without: str = "") -> list[str]:

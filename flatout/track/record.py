@@ -314,7 +314,7 @@ class HeldOutRecord:
     """As those of a round."""
     reward_stderr: Annotated[float | None, Figure(
         "standard error of `reward`: the standard deviation of the scored answers' rewards / the root of their number; "
-        "null for fewer than two", ranks="sum", write="{:.2g}".format, line="± {}",
+        "null for fewer than two; not shown if 0", ranks="sum", line="{}", write=lambda x: f"± {x:.2g}" if x else "",
     )] = None  # fmt: skip
 
 

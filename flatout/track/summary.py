@@ -74,7 +74,9 @@ class LostTime:
     """What training waited for."""
     eval_s: float
     sample_s: float
+    """Time of all rounds until the last rank had its answers."""
     score_s: float
+    """Time of all rounds until the last rank had their rewards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,15 +240,14 @@ def summary_lines(summary: RunSummary, commands: Sequence[str], *, is_short: boo
 
     A short one has the steps, the loss and the commands only.
     """
-    rows = [("summary", f"{summary.state}, {summary.num_steps:,} of {summary.num_planned_steps:,} steps")]
+    time = f" in {short_time(summary.train_s)} of training" if summary.num_steps else ""
+    rows = [("summary", f"{summary.state}, {summary.num_steps:,} of {summary.num_planned_steps:,} steps{time}")]
     rows += [("why", summary.why)] if summary.why is not None else []
     if summary.state not in ("complete", "running") and summary.num_steps:
         saved, again = "never", ": the same command begins again at step 0"
         if summary.saved_step:
             saved, again = f"at step {summary.saved_step:,}", ", where the same command continues"
         rows.append(("saved", saved + again * summary.continues))
-    if summary.num_steps:
-        rows[0] = ("summary", f"{rows[0][1]} in {short_time(summary.train_s)} of training")
     if one := summary.trained:
         rows.append((JUDGED[one.kind], "{} first, {} last".format(*one.texts)))
     rows += [(name, f"{named(name).write(value)} last") for name, value in summary.last_metrics.items()]
@@ -292,8 +293,7 @@ def _stderrs(log: RunLog, kind: str) -> dict[int, float | None]:
 
 def judged_text(kind: str, value: float, stderr: float | None = None) -> str:
     """Return what a run is judged by as text, with its standard error if that is known."""
-    error = "" if stderr is None else f" {HELD_OUT['reward_stderr'].text(stderr)}"
-    return JUDGED_ROWS[kind].write(value) + error
+    return f"{JUDGED_ROWS[kind].write(value)} {HELD_OUT['reward_stderr'].write(stderr or 0.0)}".rstrip()
 
 
 def _summarize(

@@ -188,7 +188,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
         for page in (DOCS / "reference").glob("*.md"):
             fresh = (tmp_path / "docs" / "reference" / page.name).read_text()
             assert page.read_text() == fresh, f"{page.name} is out of date: python docs/reference/generate.py"
-    site = tmp_path / "build" / "site"
+    site = tmp_path / "build" / "docs"
     assert "optim.lr" in (site / "reference" / "settings" / "index.html").read_text()
     # mkdocstrings found the functions
     assert "objective" in (site / "reference" / "python" / "index.html").read_text()
@@ -197,6 +197,25 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert not dead
     assert {page for page in site.rglob("*.html") if page.name != "404.html"} == num_clicks.keys()
     assert max(num_clicks.values()) <= 2
+
+
+@pytest.mark.parametrize("version", ["0.10.0", "0.11.0.dev0"])
+def test_a_version_of_the_site_joins_those_that_are_there(tmp_path, monkeypatch, version):
+    site, built = tmp_path / "site", tmp_path / "built"
+    for folder in (site / "0.9.1", site / "0.10.0rc1", site / "dev", built):
+        folder.mkdir(parents=True)
+        (folder / "index.html").write_text(folder.name)
+    monkeypatch.setattr("flatout.__version__", version)
+    monkeypatch.setattr("sys.argv", ["versions.py", str(built), str(site)])
+    runpy.run_path(str(DOCS / "reference" / "versions.py"), run_name="__main__")
+    is_release = version == "0.10.0"
+    assert (site / ("0.10.0" if is_release else "dev") / "index.html").read_text() == "built"
+    rows = json.loads((site / "versions.json").read_text())
+    newest_first = ["dev", *["0.10.0"] * is_release, "0.10.0rc1", "0.9.1"]
+    assert [row["version"] for row in rows] == [row["title"] for row in rows] == newest_first
+    latest = "0.10.0" if is_release else "0.9.1"
+    assert [row["version"] for row in rows if row["aliases"] == ["latest"]] == [latest]
+    assert f"url={latest}/" in (site / "index.html").read_text()
 
 
 def walk(site: Path) -> tuple[dict[Path, int], list[str]]:

@@ -268,10 +268,14 @@ def test_torch_is_imported_after_its_variables_are_set(here):
 def test_runs_are_listed_sorted_and_as_json(here, capsys):
     shutil.copytree(here / "runs" / "run", here / "runs" / "b" / "inner")
     (here / "runs" / "b" / "inner" / "end.json").unlink()
+    metrics = here / "runs" / "b" / "inner" / "metrics.jsonl"
+    metrics.write_text("".join(line for line in metrics.open() if json.loads(line)["kind"] != "eval"))
     (here / "runs" / "no-run").mkdir()
     assert main(["runs"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == ["run", "state", "steps", "before", "after", "best", "time", "size", "model", "data"]
+    assert head.split()[:6] == ["run", "state", "steps", "on", "before", "after"]
+    assert head.split()[6:] == ["best", "time", "size", "model", "data"]
+    assert {line.split()[0]: line.split()[3] for line in lines} == {"run": "eval", "b/inner": "train"}
     assert {line.split()[0]: line.split()[1] for line in lines} == {"run": "complete", "b/inner": "killed"}
     assert all(line.split()[-2:] == ["model", "chats"] for line in lines)
     assert main(["runs", "--sort", "name", "--reverse", "--json"]) == 0

@@ -215,25 +215,29 @@ def test_the_way_back_to_the_defaults_is_complete():
 
 
 @pytest.mark.parametrize(
-    ("header", "columns", "options"),
+    ("data", "header", "columns", "options"),
     [
-        ("query,context,answer", {"instruction": "query", "input": "context", "output": "answer"}, []),
-        ("frage,antwort", {"instruction": "frage", "output": "antwort"},
+        ("qa.csv", "query,context,answer", {"instruction": "query", "input": "context", "output": "answer"}, []),
+        ("tables", "user,assistant", {"instruction": "user", "output": "assistant"}, []),
+        ("tables/*.csv", "user,assistant", {"instruction": "user", "output": "assistant"}, []),
+        ("qa.csv", "frage,antwort", {"instruction": "frage", "output": "antwort"},
          ["--column", "instruction=frage", "--column", "output=antwort"]),
     ],
 )  # fmt: skip
 def test_a_csv_of_questions_and_answers_needs_two_commands(
-    tmp_path, monkeypatch, capsys, tiny, header, columns, options
+    tmp_path, monkeypatch, capsys, tiny, data, header, columns, options
 ):
     monkeypatch.chdir(tmp_path)
     cells = header.split(",")
     rows = "".join(",".join(f"{cell} {number}" for cell in cells) + "\n" for number in range(40))
-    (tmp_path / "qa.csv").write_text(f"{header}\n{rows}")
-    assert main(["init", "run.yaml", "--model", str(tiny.model_dir), "--data", "qa.csv", *options]) == 0
+    table = tmp_path / ("qa.csv" if data == "qa.csv" else "tables/qa.csv")
+    table.parent.mkdir(exist_ok=True)
+    table.write_text(f"{header}\n{rows}")
+    assert main(["init", "run.yaml", "--model", str(tiny.model_dir), "--data", data, *options]) == 0
     config = load_config(tmp_path / "run.yaml")
     assert config.data.sources[0].columns == columns
-    assert ("columns    qa.csv: " in capsys.readouterr().out) == (bool(columns) and not options)
-    assert main(["data", "build", "qa.csv", "--tokenizer", str(tiny.model_dir), "--name", "by-hand", *(
+    assert (f"columns    {data}: " in capsys.readouterr().out) == (bool(columns) and not options)
+    assert main(["data", "build", data, "--tokenizer", str(tiny.model_dir), "--name", "by-hand", *(
         f"--column={ours}={theirs}" for ours, theirs in columns.items())]) == 0  # fmt: skip
     by_hand = open_or_build(DataConfig(name="by-hand"), str(tiny.model_dir))
     assert (

@@ -332,6 +332,22 @@ def test_a_table_named_txt_gets_a_word(build):
     assert "tab in each line" not in build(None, path="q.txt").printed
 
 
+@pytest.mark.parametrize(
+    ("text", "is_told"),
+    [
+        ("User: Hi\nAssistant: Hello\n", True),
+        ("### Human: Hi\n### Assistant: Hello\n", True),
+        ("**Q**: 1 + 1?\n**A**: 2\n", True),
+        ("User: a person of the system.\nGroup: many of them.\n", False),
+        ("The user: asks.\nThe assistant: answers.\n", False),
+    ],
+)
+def test_a_chat_in_a_text_file_is_told_to_be_a_document(build, text, is_told):
+    Path("chat.txt").write_text(text)
+    printed = build(None, path="chat.txt").printed
+    assert ("1 text files have lines such as User: and Assistant:" in printed) == is_told
+
+
 @pytest.mark.parametrize("indent", [None, 2])
 def test_a_list_of_rows_is_read_whatever_its_name(build, indent):
     rows = [{"instruction": "q", "output": f"a{n}"} for n in range(12)]

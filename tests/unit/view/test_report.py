@@ -184,7 +184,7 @@ def test_a_run_of_rounds_is_judged_by_its_held_out_reward(of_rounds, capsys):
     assert "Training loss" not in shown + text
     assert "padding avoided" not in shown + text
     assert main(["runs", str(of_rounds.parent)]) == 0
-    assert re.search(r"reward +0.25 ± 0.08 +0.5 ± 0.08 +0.75 ± 0.08 @8 ", capsys.readouterr().out)
+    assert re.search(r"reward  eval  0.25    0.5 ± 0.08  0.75 @8 ", capsys.readouterr().out)
     assert main(["watch", str(of_rounds)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "held_out   0.25 ± 0.08 first, 0.5 ± 0.08 last, 0.75 ± 0.08 best, after step 8" in lines
@@ -204,6 +204,17 @@ def test_rewards_are_worse_beyond_twice_the_error_of_their_difference(of_rounds)
     for stderr, is_told in ((0.085, True), (0.092, False), (None, False)):
         held_out = [replace(one, reward_stderr=one.reward and stderr) for one in log.held_out]
         assert ("got worse" in str(summarize(replace(log, held_out=held_out)).warnings)) == is_told
+
+
+def test_equal_rewards_are_shown_without_an_error(of_rounds, capsys):
+    writer = RunFolderWriter(of_rounds)
+    writer.on_round(HeldOutRecord(21, 1.0, 8, 1.0, reward_stderr=0.0))
+    writer.on_round(HeldOutRecord(22, 0.875, 8, 1.0, reward_stderr=0.125))
+    assert (main(["watch", str(of_rounds)]), main(["runs", str(of_rounds.parent)])) == (0, 0)
+    shown = capsys.readouterr().out
+    assert "held_out   0.25 ± 0.08 first, 0.875 ± 0.12 last, 1 best, after step 21\n" in shown
+    assert "held_out   step 21: reward 1  8 answers\n" in shown
+    assert re.search(r"reward  eval  0.25    0.875 ± 0.12  1 @21 ", shown)
 
 
 def test_skipped_steps_are_gaps_and_what_never_changes_takes_no_chart(of_rounds):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -14,6 +15,9 @@ _IGNORED_LABEL = -100
 MASK_COLUMNS = ("trained", "loss_mask", "assistant_masks", "completion_mask")
 TOKEN_COLUMNS = ("labels", "attention_mask", *MASK_COLUMNS)
 _TRL_MASKS = {"assistant_masks", "completion_mask"}  # a token carries loss if both masks allow it
+# lines of a chat that was written down as text
+_ASKED = re.compile(r"^[#*\[ ]{0,5}(user|human|question|q)[*\] ]{0,4}:", re.IGNORECASE | re.MULTILINE)
+_ANSWERED = re.compile(r"^[#*\[ ]{0,5}(assistant|ai|bot|answer|a)[*\] ]{0,4}:", re.IGNORECASE | re.MULTILINE)
 
 
 def parse_text(row: Row) -> PlainText:
@@ -21,9 +25,11 @@ def parse_text(row: Row) -> PlainText:
     text = row.text("text")
     if not text:
         raise FieldError(f"{row.name('text')} is empty; there is nothing to learn")
-    is_txt = "\t" in text and row.origin.source.endswith(".txt")
-    is_table = is_txt and all("\t" in line for line in text.split("\n") if line)
-    return PlainText(text, row.origin, remarks=("tabbed_text",) if is_table else ())
+    remarks = list[str]()
+    if row.origin.source.endswith(".txt"):
+        remarks += ["tabbed_text"] * ("\t" in text and all("\t" in line for line in text.split("\n") if line))
+        remarks += ["spoken_text"] * (_ASKED.search(text) is not None and _ANSWERED.search(text) is not None)
+    return PlainText(text, row.origin, remarks=tuple(remarks))
 
 
 def parse_segments(row: Row) -> PlainText:
