@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-# the fitted constants stay where they predict the peak this well
+# the fitted constants stay where they predict the peak this well, and a line through two passes holds if it does
 TOLERANCE = 0.05
 # a measured slope beyond these comes from passes that are too small to measure, or from memory that is not theirs
 LEAST_SCALE, MOST_SCALE = 0.5, 2.0
 # passes that differ by less than this share of their bytes have no slope
 LEAST_GROWTH = 0.02
-# how far a pass may lie from the line through a smaller and a larger one, as a share of its peak
-AGREEMENT = 0.02
 
 
 class Widths(NamedTuple):
@@ -133,7 +131,7 @@ def fit_correction(passes: Sequence[MeasuredPass], *, most_bytes: int, most_pass
     # exact at the larger pass
     offset_bytes = round(large.pass_bytes - scale * more)
     for one in between:
-        if abs(scale * one.planned_pass_bytes + offset_bytes - one.pass_bytes) > AGREEMENT * one.measured_bytes:
+        if abs(scale * one.planned_pass_bytes + offset_bytes - one.pass_bytes) > TOLERANCE * one.measured_bytes:
             return "passes of different lengths do not agree"
     change = (scale - 1) * most_pass_bytes + offset_bytes
     return Correction(scale, offset_bytes) if abs(change) > TOLERANCE * most_bytes else Correction()

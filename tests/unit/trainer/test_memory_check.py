@@ -133,9 +133,9 @@ def test_passes_that_do_not_agree_or_have_one_size_correct_nothing():
     small, middle, large = passes(1.3, 0, 400 * MIB, 700 * MIB, 1000 * MIB)
     assert fit_correction([small, middle, large], **most) == Correction(1.3, 0)
     for off in (-1, 1):
-        near = replace(middle, measured_bytes=middle.measured_bytes + off * 30 * MIB)
+        near = replace(middle, measured_bytes=middle.measured_bytes + off * 80 * MIB)
         assert isinstance(fit_correction([small, near, large], **most), Correction)
-        far = replace(middle, measured_bytes=middle.measured_bytes + off * 60 * MIB)
+        far = replace(middle, measured_bytes=middle.measured_bytes + off * 120 * MIB)
         assert fit_correction([small, far, large], **most) == "passes of different lengths do not agree"
     # 40 MiB appear between two passes that differ by little
     small, large = passes(1.0, 0, 10 * MIB, 20 * MIB, state_bytes=100 * MIB)
