@@ -197,6 +197,11 @@ def test_a_card_without_bf16_is_told_of_fp16():
     with pytest.raises(ResourceError) as error:
         choose_micro_batch(half, SHAPE, TOKENS, replace(card, memory_bytes=int((gib - 0.1) * GIB)))
     assert "fp16 (about" not in str(error.value)
+    # also where fp32 fits
+    large = replace(card, memory_bytes=100 * GIB)
+    assert "model.precision=fp16 takes about half" in choose_micro_batch(settings_of(), SHAPE, TOKENS, large).reason
+    for settings, device in ((half, large), (settings_of(), replace(large, has_bf16=True))):
+        assert "fp16" not in choose_micro_batch(settings, SHAPE, TOKENS, device).reason
 
 
 def test_a_sample_that_just_fits_is_not_rounded_away():
