@@ -231,7 +231,7 @@ def _choose_on_cpu(
     choices = [(level, count) for level in levels for count in dict.fromkeys(counts)]
     fitting = [choice for choice in choices if budget is None or needed(*choice) <= budget]
     level, count = (fitting or choices[-1:])[0]
-    reason = f"{count:,} tokens per micro-batch, recompute {level}: no GPU"
+    reason = f"{count:,} tokens per micro-batch, recompute {model.describe(level)}: no GPU"
     if budget is not None and (level, count) != choices[0]:
         reason += f"; this takes about {needed(level, count) / GIB:.1f} GiB of {budget / GIB:.1f}"
     if settings.memory != "auto" and needed(level, count) > settings.memory * GIB:
