@@ -41,8 +41,8 @@ def plan_graphs(
         return why, ()
     if config.lora.dropout or planned.memory.recompute == "offload":
         return "dropout and offloading need the host", ()
-    if config.rollout.rounds and planned.memory.recompute not in ("none", "selective"):
-        return "they would keep memory that sampling needs", ()
+    if planned.memory.recompute not in ("none", "selective") and (config.rollout.rounds or experts_modules(model)):
+        return "rounds need their memory" if config.rollout.rounds else "layers with experts recompute", ()
     if config.compile == "off" or config.deterministic:
         return NOT_COMPILED, ()
     plan, flops_per_s = (
