@@ -411,7 +411,8 @@ def step_tokens(decision: MemoryDecision, tokens: TokenStatistics, device: Devic
     gpu_tokens = pass_tokens * (1 + share) + per_used * (PASS_TOKENS + moves * MOVING_TOKENS)
     if model.parallel_layout.shards_weights:
         gpu_tokens = max(gpu_tokens, BUSY_TOKENS)
-    if settings.may_record_graphs and model.compiled and level != "offload" and not model.parallel_layout.lockstep:
+    records = level in ("none", "selective") or (level != "offload" and not shape.has_experts)
+    if records and settings.may_record_graphs and model.compiled and not model.parallel_layout.lockstep:
         return num_tokens / pass_tokens * gpu_tokens
     # a pass takes no less than the host needs to launch its kernels
     length = tokens.mean_length
