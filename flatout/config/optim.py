@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from types import MappingProxyType
@@ -28,6 +28,13 @@ class OptimizerTraits:
     """Keys of its state for tensors with one value per trained weight, in fp32 at least."""
     make: str = ""
     """Module and function below flatout.optim that makes it; empty for a class in a person's own file."""
+    of_matrices: tuple[str, ...] = ()
+    """The same for hidden matrices, if it updates them in another way."""
+    of_rows_and_columns: tuple[str, ...] = ()
+    """Keys of two tensors with one value per row and per column of a weight of two or more dimensions, in place of
+    `moments`."""
+    reads_whole: bool = False
+    """Whether its update of a value reads the whole weight, so that no rank may hold only a shard of it."""
     counts_steps: bool = True
     """Whether its state has the number of updates as `step`."""
     unused: tuple[str, ...] = ()
@@ -48,6 +55,13 @@ class OptimizerTraits:
         """All keys of its state for one weight."""
         return {*self.moments, *(("step",) if self.counts_steps else ())}
 
+    def state_shapes(self, shape: Sequence[int], *, is_matrix: bool = False) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of its state for a weight of this shape, without `step`; `is_matrix`: a hidden matrix."""
+        if self.of_rows_and_columns and len(shape) > 1:
+            *outer, num_rows, num_columns = shape
+            return dict(zip(self.of_rows_and_columns, ((*outer, num_rows), (*outer, num_columns)), strict=True))
+        return dict.fromkeys((is_matrix and self.of_matrices) or self.moments, tuple(shape))
+
 
 # a row is all that flatout knows of an optimizer; docs/extending.md says how to add one
 OPTIMIZERS: Mapping[str, OptimizerTraits] = MappingProxyType(
@@ -63,6 +77,9 @@ OPTIMIZERS: Mapping[str, OptimizerTraits] = MappingProxyType(
             ("momentum_buffer",), "torch_optimizers.sgd", counts_steps=False, unused=("beta2", "eps"), is_flat=True,
             usual_lr=False, deepspeed=("sgd",),
         ),
+        "muon": OptimizerTraits(
+            ("exp_avg", "exp_avg_sq"), "muon.make", of_matrices=("momentum_buffer",), reads_whole=True
+        ),
     }
 )  # fmt: skip
 if TYPE_CHECKING:
@@ -75,14 +92,15 @@ class OptimConfig(Section):
     """The optimizer."""
 
     name: OptimizerName = "adamw"
-    """adamw is fused on CUDA; adamw8bit stores its moments in 8 bits."""
+    """adamw is fused on CUDA; adamw8bit stores its moments in 8 bits; muon orthogonalizes updates of hidden matrices
+    (docs/optimizers.md compares all)."""
     path: PathText | None = None
     """A class in a file of your own instead, which runs as code: lion.py:Lion (docs/extending.md)."""
     lr: Annotated[float, _AUTO, WithJsonSchema(_LR_SCHEMA)] = LR_OF_METHOD["lora"]
     """Peak learning rate; auto or unset: 2e-4 for method: lora, 1e-5 for method: full, and other rates for preference
     and policy losses, reward models and classifiers (docs/preference.md)."""
     beta1: Share = 0.9
-    """Decay rate of the first moment (AdamW); momentum (SGD)."""
+    """Decay rate of the first moment (AdamW, also in muon, whose own momentum is 0.95); momentum (SGD)."""
     beta2: Share = 0.999
     """Decay rate of the second moment (AdamW)."""
     eps: float = Field(default=1e-8, gt=0)
@@ -109,7 +127,8 @@ class OptimConfig(Section):
             return OPTIMIZERS[self.name]
         traits: OptimizerTraits = import_module("flatout.optim.own").load_class(self).traits
         # what only flatout's own optimizers do, also where a class has the traits of one of them
-        return replace(traits, make="", is_flat=False, stores_8_bits=False, deepspeed=())
+        elementwise = replace(traits, of_matrices=(), of_rows_and_columns=(), reads_whole=False)
+        return replace(elementwise, make="", is_flat=False, stores_8_bits=False, deepspeed=())
 
 
 def lr_of(method: object, objective: str) -> float | None:

@@ -371,6 +371,7 @@ class Config(Section):
     def _reason_against_sharing_experts(self) -> str | None:
         """The setting that needs all experts on every rank, or passes of different sizes, or None."""
         num_gpus, traits = len(self.gpus or ()), STRATEGIES.get(self.strategy)
+        optimizer = OPTIMIZERS[self.optim.name]
         has_all = self.strategy == "single" or (traits is not None and bool(traits.has_replicas or traits.package))
         return first_given(
             {
@@ -381,7 +382,7 @@ class Config(Section):
                 "base.backward: fp8": self.base.backward == "fp8",
                 "batch.layout: rows": self.batch.layout == "rows",
                 "faults.min_ranks, which leaves out single ranks": self.faults.min_ranks is not None,
-                f"optim.name: {self.optim.name}": OPTIMIZERS[self.optim.name].stores_8_bits,
+                f"optim.name: {self.optim.name}": optimizer.stores_8_bits or optimizer.reads_whole,
                 "optim.path": self.optim.path is not None,
                 "full.weights: bf16": self.full.weights == "bf16",
                 "full.update: backward": self.full.update == "backward",
@@ -399,6 +400,9 @@ class Config(Section):
                 == ("nf4", "fp8"),
                 "base.backward: fp8, which copies whole weights": self.base.backward == "fp8",
                 "full.update: backward": self.full.update == "backward",
+                f"optim.name: {self.optim.name}, whose update reads whole weights": OPTIMIZERS[
+                    self.optim.name
+                ].reads_whole,
             }
         )
 

@@ -8,7 +8,10 @@ from peft import LoraConfig, get_peft_model
 from qwen3_8b import QWEN3_8B
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from flatout.config.optim import OPTIMIZERS, OptimConfig
 from flatout.config.read import make_config
+from flatout.models.lora.layer import hidden_matrices
+from flatout.optim.build import make_optimizer
 from flatout.planner.devices import ANY_DEVICE, GIB
 from flatout.planner.memory.budget import CPU, memory_model
 from flatout.planner.memory.estimate import (
@@ -84,20 +87,27 @@ def tiny_llama():
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_weights_gradients_and_optimizer_are_the_real_bytes(method):
+@pytest.mark.parametrize("name", [name for name, traits in OPTIMIZERS.items() if not traits.stores_8_bits])
+def test_weights_gradients_and_optimizer_are_the_real_bytes(method, name):
     model = tiny_llama()
     shape = make_shape(model.config.to_dict())
     if method == "lora":
         model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained)
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    matrices = hidden_matrices(model) if method == "full" else {*named}
+    optimizer = make_optimizer(named, OptimConfig(name=name), matrices=matrices)
     model(input_ids=torch.arange(10)[None]).logits.sum().backward()
     optimizer.step()
-    moments = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
-    guess = estimate(shape=shape, method=method, precision="fp32", size=MicroBatchSize(10, 10, 1))
+    moments = [
+        value
+        for state in optimizer.state.values()
+        for key, value in state.items()
+        if key != "step" and value is not None
+    ]
+    guess = estimate(shape=shape, method=method, precision="fp32", size=MicroBatchSize(10, 10, 1), optim={"name": name})
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert guess.weights_bytes + guess.adapter_bytes == weights
-    assert guess.gradients_bytes == sum(parameter.grad.nbytes for parameter in trained)
+    assert guess.gradients_bytes == sum(parameter.grad.nbytes for parameter in named.values())
     assert guess.optimizer_bytes == sum(value.nbytes for value in moments)
 
 
