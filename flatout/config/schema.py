@@ -265,7 +265,9 @@ class Config(Section):
         if not isinstance(values, Mapping):
             return values
         values = with_trained_score(values)
-        given, lr = values.get("optim", {}), lr_of(values.get("method", "lora"), kind_of(values.get("objective")))
+        given = values.get("optim", {})
+        optimizer = given.name if isinstance(given, OptimConfig) else isinstance(given, Mapping) and given.get("name")
+        lr = lr_of(values.get("method", "lora"), kind_of(values.get("objective")), optimizer)
         if isinstance(given, OptimConfig) and "lr" not in given.model_fields_set:
             return {**values, "optim": given.model_copy(update={"lr": lr})}
         if isinstance(given, Mapping) and given.get("lr", "auto") == "auto" and lr is not None:

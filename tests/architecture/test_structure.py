@@ -68,7 +68,7 @@ MAX_PACKAGE_LINES = {
     "checkpoint": 2_000,
     "cli": 3_000,
     "compat": 500,
-    "config": 3_500,
+    "config": 4_000,
     "data": 11_500,
     "demo": 1_000,
     "doctor": 500,

@@ -15,7 +15,9 @@ from strategies import reference, run_cases, spawn
 
 SHARDED = ("zero1", "zero2", "zero3")
 # with micro-batches of other sizes than one process has
-OPTIMIZERS = [("full", "muon", "ddp"), ("lora", "muon", "ddp")]
+OPTIMIZERS = [("full", "muon", "ddp"), ("lora", "muon", "ddp"), ("full", "adafactor", "ddp"), ("lora", "lion", "ddp")]
+OPTIMIZERS += [("full", "lion", "zero1"), ("full", "lion", "zero3")]
+USUAL_OPTIMIZERS = [("full", "muon", "ddp"), ("full", "adafactor", "ddp"), ("full", "lion", "zero3")]
 
 
 def values(tiny: Any, method: str, precision: str = "fp64", **sections: Any) -> dict[str, Any]:
@@ -162,7 +164,8 @@ def two_ranks(request, tiny, untied, tmp_path_factory):
     for method, name, strategy in OPTIMIZERS:
         own = {"optim": {"name": name}, "batch": {"micro_batch_tokens": 250}}
         given = values(tiny, method, strategy=strategy, **own)
-        cases.add(f"fp64 {method} {strategy} {name}", 4, given, like=values(tiny, method, optim={"name": name}))
+        like, rare = values(tiny, method, optim={"name": name}), (method, name, strategy) not in USUAL_OPTIMIZERS
+        cases.add(f"fp64 {method} {strategy} {name}", 4, given, like=like, rare=rare)
     add_quantized(cases, random)
     add_low_bit(cases, "zero1", "fp32")
     add_low_bit(cases, "zero3", "bf16")

@@ -87,6 +87,7 @@ def test_a_name_makes_its_optimizer_and_one_without_a_row_none():
     made = {name: make_optimizer(named, OptimConfig(name=name), seed=0, matrices=MATRICES) for name in OPTIMIZERS}
     assert {name: type(one).__name__ for name, one in made.items()} == {
         "adamw": "AdamW", "adamw8bit": "AdamW8bit", "sgd": "SGD", "muon": "Muon",
+        "adafactor": "Adafactor", "lion": "Lion",
     }  # fmt: skip
     config = OptimConfig.model_construct(**{**OptimConfig().model_dump(), "name": "lamb"})
     with pytest.raises(KeyError):

@@ -42,7 +42,43 @@ def muon(weights: dict[str, Tensor]) -> Update:
     return update
 
 
-REFERENCES: dict[str, Callable[[dict[str, Tensor]], Update]] = {"muon": muon}
+def adafactor(weights: dict[str, Tensor]) -> Update:
+    """Algorithms 4 and 5 of Shazeer and Stern 2018 (arXiv:1804.04235), with means for sums and steps of `lr`."""
+    states: dict[str, dict[str, Tensor]] = {}
+    num_updates = 0
+
+    def update(gradients: dict[str, Tensor], lr: float) -> None:
+        nonlocal num_updates
+        num_updates += 1
+        beta = 1 - num_updates**-0.8
+        for name, gradient in gradients.items():
+            squares, state = gradient**2 + 1e-30, states.setdefault(name, {})
+            means = {"all": squares} if squares.ndim == 1 else {"rows": squares.mean(1), "columns": squares.mean(0)}
+            for key, mean in means.items():
+                state[key] = beta * state.get(key, torch.zeros_like(mean)) + (1 - beta) * mean
+            second = state["all"] if "all" in state else torch.outer(state["rows"], state["columns"])
+            step = gradient / (second / (1.0 if "all" in state else state["rows"].mean())).sqrt()
+            step = step / max(1.0, float(step.square().mean().sqrt()))
+            weights[name] *= 1 - lr * decay_of(name)
+            weights[name] -= lr * step
+
+    return update
+
+
+def lion(weights: dict[str, Tensor]) -> Update:
+    """Algorithm 2 of Chen et al. 2023 (arXiv:2302.06675), with its values of beta."""
+    momentum = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+
+    def update(gradients: dict[str, Tensor], lr: float) -> None:
+        for name, gradient in gradients.items():
+            direction = (0.9 * momentum[name] + 0.1 * gradient).sign()
+            weights[name] -= lr * (direction + decay_of(name) * weights[name])
+            momentum[name] = 0.99 * momentum[name] + 0.01 * gradient
+
+    return update
+
+
+REFERENCES: dict[str, Callable[[dict[str, Tensor]], Update]] = {"muon": muon, "adafactor": adafactor, "lion": lion}
 
 
 def parameters() -> dict[str, nn.Parameter]:

@@ -13,7 +13,7 @@ from tests.usual import usual
 RUNS = [(name, method) for name in OPTIMIZERS for method in ("lora", "full")]
 
 
-@pytest.mark.parametrize(("name", "method"), usual(RUNS, [("muon", "full")]))
+@pytest.mark.parametrize(("name", "method"), usual(RUNS, [("muon", "full"), ("adafactor", "full"), ("lion", "lora")]))
 def test_a_run_learns_and_resumes_to_the_bit(tiny, tmp_path, metrics_of, name, method):
     values = {"method": method, "checkpoint": {"every_steps": 1, "keep": 20}, "eval": {"fraction": 0.1}}
     whole, again = tmp_path / "whole", tmp_path / "again"
@@ -29,7 +29,7 @@ def test_a_run_learns_and_resumes_to_the_bit(tiny, tmp_path, metrics_of, name, m
     assert [line["loss"] for line in metrics_of(again)] == losses
 
 
-@pytest.mark.parametrize(("given", "meant"), [("muonn", "muon")])
+@pytest.mark.parametrize(("given", "meant"), [("muonn", "muon"), ("ada_factor", "adafactor"), ("lions", "lion")])
 def test_a_name_that_is_nearly_one_is_answered_by_it(capsys, given, meant):
     assert main(["plan", "model=m", "data=d", f"optim.name={given}"]) == 2
     assert f"optim.name={meant}" in " ".join(capsys.readouterr().err.split())

@@ -107,7 +107,7 @@ def test_what_is_asked_for_is_taken_or_refused():
         ({"strategy": "deepspeed", "method": "full", "optim": {"name": "adamw8bit"}}, "optim.name: adamw8bit"),
         *(
             ({"strategy": strategy, "optim": {"name": name}}, f"{strategy} does not work with optim.name: {name}")
-            for name in ("muon",)
+            for name in ("muon", "adafactor")
             for strategy in ("zero1", "zero2", "zero3", "fsdp", "hsdp", "deepspeed")
         ),
         ({"strategy": "deepspeed", "method": "full", "full": {"weights": "bf16"}}, "full.weights: bf16"),
