@@ -59,6 +59,11 @@ class OptimizerTraits:
         """All keys of its state for one weight."""
         return {*self.moments, *(("step",) if self.counts_steps else ())}
 
+    @property
+    def outgrows_8_bits(self) -> bool:
+        """Whether its state is larger than moments in 8 bits."""
+        return not (self.stores_8_bits or self.of_rows_and_columns)
+
     def state_shapes(self, shape: Sequence[int], *, is_matrix: bool = False) -> dict[str, tuple[int, ...]]:
         """Return the shapes of its state for a weight of this shape, without `step`; `is_matrix`: a hidden matrix."""
         if self.of_rows_and_columns and len(shape) > 1:

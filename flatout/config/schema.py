@@ -395,6 +395,7 @@ class Config(Section):
     @property
     def reason_against_sharding(self) -> str | None:
         """The setting that needs unsharded weights or optimizer state on every rank, or None."""
+        name = self.optim.name
         return first_given(
             {
                 "model.precision: fp16, whose loss scaling needs unsharded gradients": self.model.precision == "fp16",
@@ -402,9 +403,7 @@ class Config(Section):
                 == ("nf4", "fp8"),
                 "base.backward: fp8, which copies whole weights": self.base.backward == "fp8",
                 "full.update: backward": self.full.update == "backward",
-                f"optim.name: {self.optim.name}, whose update reads whole weights": OPTIMIZERS[
-                    self.optim.name
-                ].reads_whole,
+                f"optim.name: {name}, whose update reads whole weights": OPTIMIZERS[name].reads_whole,
             }
         )
 

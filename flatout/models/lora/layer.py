@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from flatout.config.schema import LoraConfig
 from flatout.errors import Fix, UsageError
@@ -232,14 +233,14 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def hidden_matrices(model: PreTrainedModel) -> set[str]:
     """Return the names of the weights of the decoder layers' linear layers, and of A and B of plain LoRA layers.
 
-    Embeddings, the head, routers, and stacked experts with their adapters are not among them.
+    Embeddings, the head, routers, and stacked experts with their adapters are not among them. Raises like `layer_list`.
     """
     inside = {part for layer in decoder_layers(model) for part in layer.modules()}
     names: set[str] = set()
     for path, module in model.named_modules():
         if isinstance(module, LoraLinear):
             names |= {f"{path}.lora_a", f"{path}.lora_b"}
-        elif module in inside and isinstance(module, nn.Linear):
+        elif module in inside and isinstance(module, nn.Linear | Conv1D):
             names.add(f"{path}.weight")
     return names
 
