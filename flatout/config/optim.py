@@ -151,8 +151,8 @@ class OptimConfig(Section):
             return OPTIMIZERS[self.name]
         traits: OptimizerTraits = import_module("flatout.optim.own").load_class(self).traits
         # what only flatout's own optimizers do, also where a class has the traits of one of them
-        elementwise = replace(traits, of_matrices=(), of_rows_and_columns=(), reads_whole=False)
-        return replace(elementwise, make="", is_flat=False, stores_8_bits=False, deepspeed=())
+        uniform = replace(traits, of_matrices=(), of_rows_and_columns=(), stores_8_bits=False)
+        return replace(uniform, make="", is_flat=False, deepspeed=())
 
 
 def lr_of(method: object, objective: str, optimizer: object) -> float | None:
