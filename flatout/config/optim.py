@@ -123,7 +123,7 @@ class OptimConfig(Section):
     eps: float = Field(default=1e-8, gt=0)
     """Added to the denominator (AdamW)."""
     weight_decay: float = Field(default=0.0, ge=0, le=1e6)
-    """Decoupled weight decay; never applied to norms and biases."""
+    """Decoupled weight decay (sgd adds it to the gradient); never applied to norms and biases."""
     max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Clip gradients to this global L2 norm; null: no clipping."""
 
