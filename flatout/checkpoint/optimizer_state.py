@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,22 +11,27 @@ from torch import Tensor, nn
 from flatout.checkpoint.read import CheckpointTensors
 from flatout.config.optim import OptimConfig, OptimizerTraits
 from flatout.errors import CheckpointError
-from flatout.optim.adamw_8bit import AdamW8bit, block_size
+from flatout.optim.adamw_8bit import block_size
 from flatout.optim.flat import owners
+from flatout.optim.options import ShapedOptimizer
 from flatout.optim.own import require_state
 from flatout.parallel.shards import as_global, is_sharded, local_shard_of
 from flatout.parallel.strategies.protocol import EngineState, Strategy
 
 
-def state_sizes(named: Mapping[str, nn.Parameter], config: OptimConfig) -> list[int]:
-    """Estimate the size in bytes of each tensor that this rank holds: parameters (local shards) and optimizer state."""
+def state_sizes(named: Mapping[str, nn.Parameter], config: OptimConfig, matrices: Collection[str] = ()) -> list[int]:
+    """Estimate the size in bytes of each tensor that this rank holds: parameters (local shards) and optimizer state.
+
+    `matrices` are the names of `hidden_matrices`.
+    """
     sizes, traits = list[int](), config.traits
-    for parameter in named.values():
+    for name, parameter in named.items():
         local = local_shard_of(parameter).local
         widths: list[float] = [max(local.element_size(), 4)]
         if traits.stores_8_bits and (block := block_size(parameter.shape)):
             widths = [1, 4 / block]
-        sizes += [int(local.numel() * width) for width in [local.element_size(), *widths * len(traits.moments)]]
+        shapes = traits.state_shapes(local.shape, is_matrix=name in matrices).values()
+        sizes += [local.nbytes, *(int(math.prod(shape) * width) for shape in shapes for width in widths)]
     return sizes
 
 
@@ -80,8 +86,7 @@ def load_optimizer_state(
     places = owners(named, optimizer)
     for name, state in states.items():
         (owner, offset), parameter = places[name], named[name]
-        # those of 8 bits have shapes of their own
-        like = optimizer.new_state(parameter) if isinstance(optimizer, AdamW8bit) else {}
+        like = optimizer.new_state(parameter) if isinstance(optimizer, ShapedOptimizer) else {}
         expected = set(like) or traits.state_keys
         if set(state) != expected:
             kinds = ", ".join(sorted(state))
@@ -94,9 +99,9 @@ def load_optimizer_state(
             full_name, template = f"{name}/{key}", like.get(key, parameter)
             if key == "step":
                 _require_fit(tensors, full_name, (), None)
-                # torch's fused and capturable optimizers and our 8-bit one keep the step on the GPU, others on the host
-                on_device = any(map(optimizer.defaults.get, ("fused", "capturable"))) or bool(like)
-                device = parameter.device if on_device else "cpu"
+                # torch's fused and capturable optimizers keep the step on the GPU, others on the host
+                on_device = any(map(optimizer.defaults.get, ("fused", "capturable")))
+                device = like["step"].device if like else torch.device(parameter.device if on_device else "cpu")
                 optimizer.state[owner][key] = tensors[full_name].to(device, copy=True)
                 continue
             # a person's own class may keep moments in another dtype than its weights

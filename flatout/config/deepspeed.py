@@ -93,7 +93,8 @@ def check(config: Settings) -> None:
         "them": beside and stage_of(config.deepspeed) == 3,
     }
     if why := next((why for why, is_given in against.items() if is_given), None):
-        raise SettingError(f"strategy: deepspeed does not work with {why}", Fix({"strategy": "fsdp"}))
+        strategy = "ddp" if OPTIMIZERS[config.optim.name].reads_whole else "fsdp"
+        raise SettingError(f"strategy: deepspeed does not work with {why}", Fix({"strategy": strategy}))
     precision = config.model.precision
     if precision == "fp64":
         fixes = (Fix({"model.precision": name}) for name in ("bf16", "fp32"))

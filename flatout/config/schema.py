@@ -265,7 +265,9 @@ class Config(Section):
         if not isinstance(values, Mapping):
             return values
         values = with_trained_score(values)
-        given, lr = values.get("optim", {}), lr_of(values.get("method", "lora"), kind_of(values.get("objective")))
+        given = values.get("optim", {})
+        optimizer = given.name if isinstance(given, OptimConfig) else isinstance(given, Mapping) and given.get("name")
+        lr = lr_of(values.get("method", "lora"), kind_of(values.get("objective")), optimizer)
         if isinstance(given, OptimConfig) and "lr" not in given.model_fields_set:
             return {**values, "optim": given.model_copy(update={"lr": lr})}
         if isinstance(given, Mapping) and given.get("lr", "auto") == "auto" and lr is not None:
@@ -371,6 +373,7 @@ class Config(Section):
     def _reason_against_sharing_experts(self) -> str | None:
         """The setting that needs all experts on every rank, or passes of different sizes, or None."""
         num_gpus, traits = len(self.gpus or ()), STRATEGIES.get(self.strategy)
+        optimizer = OPTIMIZERS[self.optim.name]
         has_all = self.strategy == "single" or (traits is not None and bool(traits.has_replicas or traits.package))
         return first_given(
             {
@@ -381,7 +384,7 @@ class Config(Section):
                 "base.backward: fp8": self.base.backward == "fp8",
                 "batch.layout: rows": self.batch.layout == "rows",
                 "faults.min_ranks, which leaves out single ranks": self.faults.min_ranks is not None,
-                f"optim.name: {self.optim.name}": OPTIMIZERS[self.optim.name].stores_8_bits,
+                f"optim.name: {self.optim.name}": optimizer.stores_8_bits or optimizer.reads_whole,
                 "optim.path": self.optim.path is not None,
                 "full.weights: bf16": self.full.weights == "bf16",
                 "full.update: backward": self.full.update == "backward",
@@ -392,6 +395,7 @@ class Config(Section):
     @property
     def reason_against_sharding(self) -> str | None:
         """The setting that needs unsharded weights or optimizer state on every rank, or None."""
+        name = self.optim.name
         return first_given(
             {
                 "model.precision: fp16, whose loss scaling needs unsharded gradients": self.model.precision == "fp16",
@@ -399,6 +403,7 @@ class Config(Section):
                 == ("nf4", "fp8"),
                 "base.backward: fp8, which copies whole weights": self.base.backward == "fp8",
                 "full.update: backward": self.full.update == "backward",
+                f"optim.name: {name}, whose update reads whole weights": OPTIMIZERS[name].reads_whole,
             }
         )
 

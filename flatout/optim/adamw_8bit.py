@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flatout.config.optim import OptimConfig
 from flatout.kernels.rounding import LOW_32, hash_32
-from flatout.optim.options import OptimizerOptions, ParamGroups
+from flatout.optim.options import OptimizerOptions, ParamGroups, ShapedOptimizer
 
 # values that share one scale of the 8-bit codes, at most and at least
 BLOCK_SIZE = 256
@@ -67,7 +67,7 @@ class ParamPlan:
     update: Callable[..., None]
 
 
-class AdamW8bit(torch.optim.Optimizer):
+class AdamW8bit(ShapedOptimizer):
     """AdamW (arXiv:1711.05101) with fp32 arithmetic for weights of any dtype (fp64 for fp64 ones).
 
     bf16 weights are rounded stochastically, as rounding to nearest would lose every update under 1/256 of a weight. The

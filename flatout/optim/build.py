@@ -48,14 +48,15 @@ def make_optimizer(
     seed: int = 0,
     flat: bool = False,
     offset_of: Callable[[Tensor], int] = lambda _: 0,
+    matrices: Collection[str] = (),
 ) -> torch.optim.Optimizer:
     """Create the configured optimizer over the trained parameters, by its row of OPTIMIZERS or a person's own class.
 
     `layer_norms` are the model's `layer_norm_parameters`, which do not decay, like biases and other norms. `flat` moves
     the parameters of an optimizer that can be flat into one tensor per dtype and decay (`flatten`), so that an update
     is one launch; their gradients must always exist. `seed` is that of random rounding, `offset_of` as in
-    `OptimizerOptions`. Raises UsageError for bf16 weights whose updates it would lose, and for a class that cannot be
-    used or whose code fails, also later in a step.
+    `OptimizerOptions`, `matrices` the names of `hidden_matrices`. Raises UsageError for bf16 weights whose updates it
+    would lose, and for a class that cannot be used or whose code fails, also later in a step.
     """
     traits = config.traits
     is_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in named.values())
@@ -77,7 +78,8 @@ def make_optimizer(
         return make_own(groups, config)
     module, _, function = traits.make.partition(".")
     on_gpu = all(parameter.is_cuda for parameter in named.values())
-    options = OptimizerOptions(seed=seed, is_bf16=is_bf16, is_flat=is_flat, on_gpu=on_gpu, offset_of=offset_of)
+    hidden = frozenset(named[name] for name in matrices if name in named)
+    options = OptimizerOptions(seed, is_bf16, is_flat, on_gpu, offset_of, hidden)
     optimizer: torch.optim.Optimizer = getattr(import_module(f"flatout.optim.{module}"), function)(
         groups, config, options
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 ParamGroups: TypeAlias = Sequence[dict[str, Any]]
@@ -26,3 +27,13 @@ class OptimizerOptions:
     """Whether all parameters are on a GPU."""
     offset_of: Callable[[Tensor], int]
     """Returns the offset of a shard in its global tensor, in elements."""
+    matrices: Collection[Tensor] = ()
+    """The hidden matrices, see `hidden_matrices`."""
+
+
+class ShapedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state differs from weight to weight, in names or shapes."""
+
+    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return a parameter's state before the first update, sharded as the parameter is."""
+        raise NotImplementedError

@@ -84,6 +84,8 @@ def resolve_layout(
         return ParallelLayout(
             "ddp", 1, num_ranks, reason=reason, expert_ranks=expert_ranks, context_ranks=context_ranks
         )
+    if against := settings.reason_against_sharding:
+        raise UsageError(f"strategy: {strategy} does not work with {against}", [Fix({"strategy": "ddp"})])
     traits, num_replicas = STRATEGIES[strategy], 1
     if traits.package:
         stage = stage_of(settings.deepspeed)

@@ -51,6 +51,9 @@ class PlanSettings:
 
     @classmethod
     def of(cls, config: Config) -> Self:
+        optimizer = config.optim.traits
+        # checks of the configuration do not run a person's own file
+        own = f"optim.path: {config.optim.path}, whose update reads whole weights" if optimizer.reads_whole else None
         return cls(
             seed=config.seed,
             method=config.method,
@@ -59,7 +62,7 @@ class PlanSettings:
             base=config.base,
             full=config.full,
             sharding=config.sharding,
-            optimizer=config.optim.traits,
+            optimizer=optimizer,
             precision=config.model.precision,
             compiles=config.compile != "off" and not config.deterministic,
             records_graphs=config.cuda_graphs == "auto",
@@ -73,5 +76,5 @@ class PlanSettings:
             trained_parts=frozenset(config.model.trained_parts),
             num_new_tokens=len(config.data.added_tokens),
             computes_in_fp8=config.computes_in_fp8,
-            reason_against_sharding=config.reason_against_sharding,
+            reason_against_sharding=config.reason_against_sharding or own,
         )

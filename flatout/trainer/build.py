@@ -28,7 +28,7 @@ from flatout.models.experts.parallel import slice_experts
 from flatout.models.experts.router import Routers
 from flatout.models.load.model import LoadedModel
 from flatout.models.lora.fused import FusedLayers, fuse_layers
-from flatout.models.lora.layer import trainable_parameters
+from flatout.models.lora.layer import hidden_matrices, trainable_parameters
 from flatout.models.model_with_loss import ModelWithLoss, prepare_head
 from flatout.models.selftest import check_shard
 from flatout.models.trained_fp8 import compute_scales_after_updates, convert_backward_to_float8, convert_to_float8
@@ -107,9 +107,9 @@ def assemble_run(setup: Setup) -> TrainingRun:
     loss = make_loss(loaded, planned, config, reporter)
     strategy, wrapped_loss, optimizer = shard_state(setup, loaded, loss)
     compiled, recompute = compile_model(setup, loaded, (loss, wrapped_loss), loaders[0])
-    named = trainable_parameters(loaded.model)
+    named, matrices = trainable_parameters(loaded.model), hidden_matrices(loaded.model)
     # replicas after the first save nothing
-    sizes = state_sizes(named, config.optim) if rank.is_first or any(map(is_sharded, named.values())) else []
+    sizes = state_sizes(named, config.optim, matrices) if rank.is_first or any(map(is_sharded, named.values())) else []
     saver = choose_saver(config.checkpoint.asynchronous, setup.checkpoints, reporter, device=device, sizes=sizes)
     run = TrainingRun(
         config=config,
@@ -237,8 +237,9 @@ def shard_state(
         flat = config.method == "lora" and not layout.lockstep
         named, layer_norms = trainable_parameters(loaded.model), layer_norm_parameters(loaded.model)
         return make_optimizer(
-            named, config.optim, layer_norms=layer_norms, seed=config.seed, flat=flat, offset_of=flat_offset_of
-        )
+            named, config.optim, layer_norms=layer_norms, seed=config.seed, flat=flat, offset_of=flat_offset_of,
+            matrices=hidden_matrices(loaded.model),
+        )  # fmt: skip
 
     wrapped, optimizer = strategy.prepare(loss, decoder_layers(loaded.model), optimizer_of_shards)
     loss.aux_loss.hold_buffers()

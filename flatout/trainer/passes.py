@@ -209,7 +209,7 @@ def make_room(
         fixes = [Fix({"recompute": "offload"})] if in_step else []
         if run.config.method == "lora":
             fixes.append(Fix({"base.storage": "nf4"}))
-        elif run.config.optim.path is None:
+        elif run.config.optim.path is None and run.config.optim.traits.outgrows_8_bits:
             fixes.append(Fix({"optim.name": "adamw8bit"}))
         raise ResourceError(
             f"step {number}{'' if during == 'training' else f', {during}'}: out of GPU memory with a micro-batch of "

@@ -174,9 +174,9 @@ def checked_objective(config: Config, reporter: Reporter) -> Objective:
 def lr_note(config: Config, objective: Objective, num_params: int) -> str:
     """Return what is odd about a learning rate far above the usual for a model of this size; empty for others.
 
-    The usual rates are AdamW's, for pretrained weights.
+    The usual rates are AdamW's, or a share of them, for pretrained weights.
     """
-    usual, lr = lr_of(config.method, config.objective.kind), config.optim.lr
+    usual, lr = lr_of(config.method, config.objective.kind, config.optim.name), config.optim.lr
     if not usual or not config.optim.traits.usual_lr or config.model.init == "random":
         return ""
     room, pairs_lr = UNUSUAL_LR * max(1.0, (USUAL_NUM_PARAMS / num_params) ** 0.5), Preference.usual_lr[config.method]

@@ -23,7 +23,7 @@ from flatout.models.load.inference import saved_scoring
 from flatout.models.load.model import read_config, resolve_precision, weight_dtype_of
 from flatout.models.load.source import check_source, read_model_config
 from flatout.models.lora.adapter import adapter_config, adapter_parameters, load_adapter
-from flatout.models.lora.layer import add_lora, freeze, freeze_unreached
+from flatout.models.lora.layer import add_lora, freeze, freeze_unreached, hidden_matrices, trainable_parameters
 from flatout.models.lora.saved import rows_of_tokens
 from flatout.models.scoring import ONE_SCORE
 from flatout.models.trained_fp8 import find_float8
@@ -142,10 +142,10 @@ def require_disk(config: Config, model: PreTrainedModel, *, on_cpu: bool) -> Non
     trained_dtype = (
         torch.promote_types(dtype, torch.float32) if is_lora else weight_dtype_of("full", config.full, dtype)
     )
-    trained = [nn.Parameter(one.to(trained_dtype)) for one in model.parameters() if one.requires_grad]
-    checkpoint_bytes = sum(state_sizes({str(k): one for k, one in enumerate(trained)}, config.optim))
+    trained = {name: nn.Parameter(one.to(trained_dtype)) for name, one in trainable_parameters(model).items()}
+    checkpoint_bytes = sum(state_sizes(trained, config.optim, hidden_matrices(model)))
     num_bytes_each = (trained_dtype if is_lora else dtype).itemsize
-    final_bytes = num_bytes_each * sum(one.numel() for one in (trained if is_lora else model.parameters()))
+    final_bytes = num_bytes_each * sum(one.numel() for one in (trained.values() if is_lora else model.parameters()))
     wanted = {"no checkpoint": checkpoint_bytes, "no final/ beside a checkpoint": checkpoint_bytes + final_bytes}
     for what, num_bytes in wanted.items():
         try:

@@ -60,7 +60,7 @@ LEAST_MEDIAN_LINES, MOST_MEDIAN_LINES = 8, 16
 MOST_PARAMETERS, MAX_WIDE_FUNCTIONS = 7, 9
 
 # lines of flatout/, and of each package to the next 500; who raises one writes why in docs/architecture.md
-MAX_LINES = 64_700
+MAX_LINES = 65_000
 MAX_PACKAGE_LINES = {
     "__init__": 500,
     "__main__": 500,
@@ -68,7 +68,7 @@ MAX_PACKAGE_LINES = {
     "checkpoint": 2_000,
     "cli": 3_000,
     "compat": 500,
-    "config": 3_500,
+    "config": 4_000,
     "data": 11_500,
     "demo": 1_000,
     "doctor": 500,

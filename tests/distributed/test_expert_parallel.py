@@ -167,6 +167,8 @@ def test_a_run_resumes_to_the_bit_and_moves_to_one_process(tiny, models, tmp_pat
         (2, {"strategy": "deepspeed", "precision": "fp32"}, "does not work with strategy: deepspeed"),
         (2, {"precision": "fp16"}, "does not work with model.precision: fp16"),
         (2, {"optim": {"name": "adamw8bit"}}, "does not work with optim.name: adamw8bit"),
+        (2, {"optim": {"name": "muon"}}, "does not work with optim.name: muon"),
+        (2, {"optim": {"name": "adafactor"}}, "does not work with optim.name: adafactor"),
         (2, {"gpus": [0, 1, 2]}, "does not work with 3 gpus, which it does not divide"),
         (2, {"batch": {"layout": "rows"}}, "does not work with batch.layout: rows"),
     ],

@@ -14,6 +14,10 @@ from launching import DEADLINE_S
 from strategies import reference, run_cases, spawn
 
 SHARDED = ("zero1", "zero2", "zero3")
+# with micro-batches of other sizes than one process has
+OPTIMIZERS = [("full", "muon", "ddp"), ("lora", "muon", "ddp"), ("full", "adafactor", "ddp"), ("lora", "lion", "ddp")]
+OPTIMIZERS += [("full", "lion", "zero1"), ("full", "lion", "zero3")]
+USUAL_OPTIMIZERS = [("full", "muon", "ddp"), ("full", "adafactor", "ddp"), ("full", "lion", "zero3")]
 
 
 def values(tiny: Any, method: str, precision: str = "fp64", **sections: Any) -> dict[str, Any]:
@@ -157,6 +161,11 @@ def two_ranks(request, tiny, untied, tmp_path_factory):
             sent = values(tiny, method, strategy=strategy, comm={"compress": "bf16"})
             rare = (method, strategy) in {("lora", "ddp"), ("full", "zero3")}
             cases.add(f"bf16 sums {method} {strategy}", 1, sent, rare=rare)
+    for method, name, strategy in OPTIMIZERS:
+        own = {"optim": {"name": name}, "batch": {"micro_batch_tokens": 250}}
+        given = values(tiny, method, strategy=strategy, **own)
+        like, rare = values(tiny, method, optim={"name": name}), (method, name, strategy) not in USUAL_OPTIMIZERS
+        cases.add(f"fp64 {method} {strategy} {name}", 4, given, like=like, rare=rare)
     add_quantized(cases, random)
     add_low_bit(cases, "zero1", "fp32")
     add_low_bit(cases, "zero3", "bf16")

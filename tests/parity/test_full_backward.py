@@ -9,6 +9,7 @@ import torch
 from built_run import built_run
 from run_folders import require_equal, state_of
 
+from flatout.config.optim import OPTIMIZERS
 from flatout.errors import NumericError, ResourceError, UsageError
 from flatout.parallel.rank import Rank
 from flatout.planner.settings import PlanSettings
@@ -32,7 +33,7 @@ def full_config(tiny: Any, run_dir: Path, update: str, **sections: Any) -> Any:
 
 
 @pytest.mark.parametrize("precision", usual(["fp32", "fp64"], ["fp32"]))
-@pytest.mark.parametrize("name", ["adamw", "sgd", "adamw8bit"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_equals_ordinary_updates_to_the_bit(tiny, tmp_path, metrics_of, precision, name):
     for update in ("step", "backward"):
         model = {"name": str(tiny.model_dir), "precision": precision}

@@ -16,6 +16,7 @@ from flatout.checkpoint.optimizer_state import load_optimizer_state, state_sizes
 from flatout.config.optim import OPTIMIZERS, OptimConfig, OptimizerTraits
 from flatout.config.read import make_config
 from flatout.errors import CheckpointError, ProblemsError, UsageError
+from flatout.planner.parallel_layout import resolve_layout
 from flatout.planner.settings import PlanSettings
 from flatout.trainer.run import train
 
@@ -122,6 +123,18 @@ def test_the_plan_counts_its_state(lion):
     assert len(PlanSettings.of(config).optimizer.moments) == 1
     named = {"weight": torch.nn.Parameter(torch.zeros(8, 4))}
     assert state_sizes(named, config.optim) == [128, 128]
+
+
+def test_one_that_reads_whole_weights_is_not_sharded(tmp_path, lion):
+    def layout(strategy: Any) -> str:
+        config = make_config({"model": {"name": "m"}, "optim": {"path": lion}, "strategy": strategy})
+        return resolve_layout(PlanSettings.of(config), strategy, num_ranks=2, num_nodes=1, why="").strategy
+
+    assert layout("fsdp") == "fsdp"
+    (tmp_path / "lion.py").write_text(LION.replace("OptimizerTraits(", "OptimizerTraits(reads_whole=True, "))
+    with pytest.raises(UsageError, match=r"fsdp does not work with optim\.path: .*lion\.py:Lion, whose update reads"):
+        layout("fsdp")
+    assert layout("ddp") == "ddp"
 
 
 def test_what_it_does_not_read_or_cannot_do_is_refused(tiny, tmp_path, lion):

@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from flatout.config.schema import LoraConfig
 from flatout.errors import Fix, UsageError
 from flatout.kernels.segmented import register_ops
-from flatout.models.blocks import layer_list, part_of, replace_module, towers
+from flatout.models.blocks import decoder_layers, layer_list, part_of, replace_module, towers
 from flatout.models.experts.block import IMPLEMENTATION, computes_experts, prepare_experts, register_experts
 from flatout.models.experts.lora import ExpertLora, expert_parameters, num_expert_tensors, plain_name
 from flatout.models.frozen.frozen_experts import FrozenExperts
@@ -227,6 +228,21 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trained parameters by name; a tied one appears once."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def hidden_matrices(model: PreTrainedModel) -> set[str]:
+    """Return the names of the weights of the decoder layers' linear layers, and of A and B of plain LoRA layers.
+
+    Embeddings, the head, routers, and stacked experts with their adapters are not among them. Raises like `layer_list`.
+    """
+    inside = {part for layer in decoder_layers(model) for part in layer.modules()}
+    names: set[str] = set()
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLinear):
+            names |= {f"{path}.lora_a", f"{path}.lora_b"}
+        elif module in inside and isinstance(module, nn.Linear | Conv1D):
+            names.add(f"{path}.weight")
+    return names
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> str:

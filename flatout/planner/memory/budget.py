@@ -181,7 +181,8 @@ def choose_micro_batch(
         else:
             # a class of a person's own is named by optim.path
             own = {} if settings.optimizer.make else {"optim.path": None}
-            fixes = [Fix({"method": "lora"}), Fix({**own, "optim.name": "adamw8bit"})]
+            fixes = [Fix({"method": "lora"})]
+            fixes += [Fix({**own, "optim.name": "adamw8bit"})] * settings.optimizer.outgrows_8_bits
         single = "the longest sample" if tokens.unit_samples == 1 else "the largest unit"
         what = "a whole step (full.update=backward)" if whole_step else single
         if settings.precision == "auto" and model.precision == "fp32":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
@@ -74,7 +75,7 @@ class MemoryModel:
         gradients    as wide as the trained weights; with full.update backward, of one tensor only. In full fine-tuning
                      they replace activations, so in a step of one micro-batch only the larger of the two counts
         optimizer    adamw 2 m, sgd m, adamw8bit 2.03 bytes per trained parameter (LoRA: as adamw for B, whose rows are
-                     shorter than a block)
+                     shorter than a block); others by the shapes of the weights (`OptimizerTraits.state_shapes`)
         activations  none: L fat per token; selective: without the norms' outputs and the MLP's product; budget: the
                      inputs L D s and 0.49 of the rest; full: L D s; offload: 3 D s; N: N D s, and the other layers as
                      with budget (as with none if they are not compiled)
@@ -139,6 +140,42 @@ class MemoryModel:
                 num_elements += of_blocks(rank * linear.num_experts * linear.num_out, row)
         return num_elements
 
+    @cached_property
+    def _optimizer_bytes(self) -> int:
+        """The bytes of the optimizer's state; of parameters whose shape is not known, as of vectors."""
+        traits, is_lora = self.settings.optimizer, self.settings.method == "lora"
+        num_trained, moment = self.num_adapter if is_lora else self.shape.num_params, max(4, self.widths.compute)
+        if traits.stores_8_bits:
+            num_8bit = self._num_8bit_adapter if is_lora else num_trained
+            return int(num_8bit * ADAM_8BIT_BYTES + (num_trained - num_8bit) * len(traits.moments) * moment)
+        num_elements = num_trained * len(traits.moments)
+        for shape, is_matrix in self._trained_shapes():
+            sizes = map(math.prod, traits.state_shapes(shape, is_matrix=is_matrix).values())
+            num_elements += sum(sizes) - math.prod(shape) * len(traits.moments)
+        return num_elements * moment
+
+    def _trained_shapes(self) -> Iterator[tuple[tuple[int, ...], bool]]:
+        """Yield the shapes of trained weights, and which are hidden matrices (`models.lora.layer.hidden_matrices`)."""
+        shape, lora, is_lora = self.shape, self.settings.lora, self.settings.method == "lora"
+        end = (shape.vocab_size, shape.hidden_size)
+        num_ends = 1 if shape.tied or shape.scores else 2
+        if not is_lora:
+            for layer in shape.layers:
+                yield from (((linear.num_out, linear.num_in), True) for linear in layer.linears)
+                yield from (((one.num_experts, one.num_out, one.num_in), False) for one in layer.experts)
+            yield from [(end, False)] * num_ends
+            return
+        for name, linear in shape.targeted(lora).items():
+            rank = lora.of_layer(name).rank
+            yield from (((rank, linear.num_in), True), ((linear.num_out, rank), True))
+        for name, one in shape.targeted(lora, of_experts=True).items():
+            rank = lora.of_layer(name).rank
+            yield from (((rank * one.num_experts, one.num_in), False), ((one.num_out, rank, one.num_experts), False))
+        num_saved = sum(map(lora.saves, (shape.embedding, shape.head)))
+        yield from [(end, False)] * (min(1, num_saved) if shape.tied and lora.keep_tied else num_saved)
+        if self.num_rows:
+            yield from [((self.settings.num_new_tokens, shape.hidden_size), False)] * num_ends
+
     def inputs_bytes(self, num_tokens: int) -> int:
         """Return the bytes of all layers' inputs: `full` keeps them, and `offload` moves them to the host."""
         own_tokens = -(-num_tokens // self.parallel_layout.context_ranks)
@@ -187,7 +224,7 @@ class MemoryModel:
             return self._beside_experts(size, recompute, accumulates)
         shape, width, lora, is_lora = self.shape, self.widths, self.settings.lora, self.settings.method == "lora"
         num_base, num_adapter = shape.num_params, self.num_adapter if is_lora else 0
-        num_trained = num_gradients = num_adapter if is_lora else num_base
+        num_gradients = num_adapter if is_lora else num_base
         embedding = shape.vocab_size * shape.hidden_size
         if self.settings.full.update == "backward":
             # one tensor's gradient at a time
@@ -199,9 +236,6 @@ class MemoryModel:
         if is_lora and recompute == "offload" and not (shape.tied or lora.saves(shape.embedding) or self.num_rows):
             # the embedding is kept on the host, unless it is tied and so also the head, or scaled (Gemma's, also tied)
             weights -= embedding * width.compute
-        moment, traits = max(4, width.compute), self.settings.optimizer
-        num_8bit = (self._num_8bit_adapter if is_lora else num_trained) if traits.stores_8_bits else 0
-        optimizer = num_8bit * ADAM_8BIT_BYTES + (num_trained - num_8bit) * len(traits.moments) * moment
         num_copied = num_adapter - (self.shape.num_lora_params(lora, of_experts=True) if is_lora else 0)
         activations, working = self._activations_bytes(size, recompute), self._working_bytes(size, recompute)
         saved, held = shape.picture_bytes(size.num_tokens, width.compute, width.hidden, activations + working)
@@ -209,7 +243,7 @@ class MemoryModel:
             weights_bytes=weights,
             adapter_bytes=num_adapter * width.trained + num_copied * width.copies,
             gradients_bytes=num_gradients * width.trained,
-            optimizer_bytes=int(optimizer),
+            optimizer_bytes=self._optimizer_bytes,
             activations_bytes=activations + saved,
             working_bytes=working + held,
             in_turn=not (is_lora or accumulates or self.parallel_layout.keeps_gradients),

@@ -291,6 +291,9 @@ SENSELESS = {
     "optim.lr=1e99": ("optim.lr", "optim.lr=10"),
     "optim.name=sgd optim.beta2=0.9": ("optim: beta2 has no effect", "optim.name=adamw optim.beta2=0.9"),
     "optim.name=sgd optim.eps=0.1": ("optim: eps has no effect", "optim.name=sgd optim.beta1=0.9"),
+    "optim.name=adafactor optim.beta2=0.9": ("optim: beta2 has no effect", "optim.name=muon optim.beta2=0.9"),
+    "optim.name=adafactor optim.beta1=0.5": ("optim: beta1 has no effect", "optim.name=lion optim.beta1=0.5"),
+    "optim.name=lion optim.eps=0.1": ("optim: eps has no effect", "optim.name=muon optim.eps=0.1"),
     "schedule.decay_ratio=0.5": ("schedule: decay_ratio has no effect", "schedule.kind=wsd schedule.decay_ratio=0.5"),
     "schedule.kind=constant schedule.min_lr_ratio=0.5": (
         "schedule: min_lr_ratio has no effect", "schedule.kind=cosine schedule.min_lr_ratio=0.5"),
@@ -331,15 +334,20 @@ def test_changes_of_a_setting_or_of_a_section_may_be_allowed():
     assert config.checkpoint.allow_change == ["optim.lr", "lora", "data", "model"]
 
 
-@pytest.mark.parametrize(("method", "lr"), [("lora", 2e-4), ("full", 1e-5)])
-def test_the_learning_rate_follows_the_method_unless_it_is_given(method, lr):
-    values: dict[str, Any] = {"model": {"name": "m"}, "method": method}
+LEARNING_RATES = [("lora", "adamw", 2e-4), ("full", "adamw", 1e-5), ("full", "muon", 1e-5), ("lora", "lion", 5e-5)]
+
+
+@pytest.mark.parametrize(("method", "name", "lr"), LEARNING_RATES)
+def test_the_learning_rate_follows_method_and_optimizer_unless_it_is_given(method, name, lr):
+    values: dict[str, Any] = {"model": {"name": "m"}, "method": method, "optim": {"name": name}}
     assert make_config(values).optim.lr == lr
     assert make_config(values, ["optim.lr=auto"]).optim.lr == lr
     assert make_config(values, ["optim.beta1=0.5"]).optim.lr == lr
     assert make_config(values, ["optim.lr=0.5"]).optim.lr == 0.5
-    in_python = Config(model=ModelConfig(name="m"), method=method, optim=OptimConfig(weight_decay=0.1))  # type: ignore[arg-type]
+    in_python = Config(model=ModelConfig(name="m"), method=method, optim=OptimConfig(name=name, weight_decay=0.1))  # type: ignore[arg-type]
     assert (in_python.optim.lr, in_python.optim.weight_decay) == (lr, 0.1)
+    assert in_python.optim.beta2 == (0.99 if name == "lion" else 0.999)
+    assert make_config(values, ["optim.beta2=0.9"]).optim.beta2 == 0.9
     # what is written down is the number
     assert yaml.safe_load(dump_config(make_config(values)))["optim"]["lr"] == lr
 

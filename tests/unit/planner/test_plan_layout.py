@@ -105,6 +105,11 @@ def test_what_is_asked_for_is_taken_or_refused():
         ({"strategy": "zero2", "base": {"storage": "nf4", "compute": "fp8"}}, "zero2 does not work with base.compute"),
         ({"strategy": "fsdp", "base": {"backward": "fp8"}}, "fsdp does not work with base.backward: fp8, which copies"),
         ({"strategy": "deepspeed", "method": "full", "optim": {"name": "adamw8bit"}}, "optim.name: adamw8bit"),
+        *(
+            ({"strategy": strategy, "optim": {"name": name}}, f"{strategy} does not work with optim.name: {name}")
+            for name in ("muon", "adafactor")
+            for strategy in ("zero1", "zero2", "zero3", "fsdp", "hsdp", "deepspeed")
+        ),
         ({"strategy": "deepspeed", "method": "full", "full": {"weights": "bf16"}}, "full.weights: bf16"),
         (
             {"strategy": "deepspeed", "method": "full", "full": {"compute": "fp8_rowwise"}},

@@ -8,7 +8,11 @@ from peft import LoraConfig, get_peft_model
 from qwen3_8b import QWEN3_8B
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from flatout.checkpoint.optimizer_state import state_sizes
+from flatout.config.optim import OPTIMIZERS, OptimConfig
 from flatout.config.read import make_config
+from flatout.models.lora.layer import add_lora, hidden_matrices, trainable_parameters
+from flatout.optim.build import make_optimizer
 from flatout.planner.devices import ANY_DEVICE, GIB
 from flatout.planner.memory.budget import CPU, memory_model
 from flatout.planner.memory.estimate import (
@@ -84,21 +88,66 @@ def tiny_llama():
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_weights_gradients_and_optimizer_are_the_real_bytes(method):
+@pytest.mark.parametrize("name", [name for name, traits in OPTIMIZERS.items() if not traits.stores_8_bits])
+def test_weights_gradients_and_optimizer_are_the_real_bytes(method, name):
     model = tiny_llama()
     shape = make_shape(model.config.to_dict())
     if method == "lora":
         model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained)
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    matrices = hidden_matrices(model) if method == "full" else {*named}
+    optimizer = make_optimizer(named, OptimConfig(name=name), matrices=matrices)
     model(input_ids=torch.arange(10)[None]).logits.sum().backward()
     optimizer.step()
-    moments = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
-    guess = estimate(shape=shape, method=method, precision="fp32", size=MicroBatchSize(10, 10, 1))
+    moments = [
+        value
+        for state in optimizer.state.values()
+        for key, value in state.items()
+        if key != "step" and value is not None
+    ]
+    guess = estimate(shape=shape, method=method, precision="fp32", size=MicroBatchSize(10, 10, 1), optim={"name": name})
     weights = sum(parameter.nbytes for parameter in model.parameters())
     assert guess.weights_bytes + guess.adapter_bytes == weights
-    assert guess.gradients_bytes == sum(parameter.grad.nbytes for parameter in trained)
+    assert guess.gradients_bytes == sum(parameter.grad.nbytes for parameter in named.values())
     assert guess.optimizer_bytes == sum(value.nbytes for value in moments)
+
+
+UNTIED = {"model_type": "llama", "tie_word_embeddings": False}
+STACKED = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+OF_EXPERTS = {"rank": 4, "targets": ["q_proj", "gate_up_proj", "down_proj"]}
+
+
+@pytest.mark.parametrize("name", [name for name, traits in OPTIMIZERS.items() if traits.reads_whole])
+@pytest.mark.parametrize(
+    ("model", "sections"),
+    [
+        (UNTIED, {"method": "full"}),
+        (UNTIED, {"lora": {"rank": 4, "targets": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"]}}),
+        (STACKED, {"lora": OF_EXPERTS}),
+        (STACKED, {"method": "full"}),
+    ],
+)
+def test_state_by_the_shapes_of_weights_is_the_real_bytes(model, sections, name):
+    """Of heads, of experts in one tensor and of their adapters; routers are planned as vectors."""
+    sizes = {"hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 96}
+    built = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes, **model))
+    shape, config = make_shape(built.config.to_dict()), make_config({"model": {"name": "m"}, **sections})
+    if config.method == "lora":
+        add_lora(built, config.lora, seed=0)
+    named, matrices = trainable_parameters(built), hidden_matrices(built)
+    optim = OptimConfig(name=name)
+    optimizer = make_optimizer(named, optim, matrices=matrices)
+    for parameter in named.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    states = [(key, value) for state in optimizer.state.values() for key, value in state.items() if value is not None]
+    real = sum(value.nbytes for key, value in states if key != "step")
+    assert sum(state_sizes(named, optim, matrices)) == real + sum(parameter.nbytes for parameter in named.values())
+    size = MicroBatchSize(10, 10, 1)
+    planned = estimate(shape=shape, precision="fp32", size=size, optim={"name": name}, **sections).optimizer_bytes
+    routers = [p for key, p in named.items() if key.endswith("mlp.gate.weight") and name == "adafactor"]
+    assert planned - real == sum(4 * (p.numel() - sum(p.shape)) for p in routers)
 
 
 # tokens, label tokens and peak GiB allocated in the largest micro-batch of runs on H200s; the tokens of the runs with a
