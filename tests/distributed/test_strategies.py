@@ -152,7 +152,8 @@ def two_ranks(request, tiny, untied, tmp_path_factory):
         rare = strategy == "ddp"
         cases.add(f"fp64 full {strategy} untied", 2, values(tiny, "full", strategy=strategy, model=random), rare=rare)
         dora = {"dora": True, "targets": ["q_proj", "down_proj"]}
-        cases.add(f"fp64 lora {strategy} dora", 2, values(tiny, "lora", strategy=strategy, lora=dora), rare=rare)
+        given = values(tiny, "lora", strategy=strategy, lora=dora, optim={"lr_ratio": 4.0})
+        cases.add(f"fp64 lora {strategy} dora, lora+", 2, given, rare=rare)
         for method in ("lora", "full"):
             sent = values(tiny, method, strategy=strategy, comm={"compress": "bf16"})
             rare = (method, strategy) in {("lora", "ddp"), ("full", "zero3")}

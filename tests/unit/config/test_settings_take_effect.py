@@ -63,6 +63,7 @@ TRAINS: dict[str, tuple[Any, dict[str, Any]]] = {
     "batch.shuffle": (False, {}),
     "optim.name": ("sgd", {}),
     "optim.lr": (1e-2, {}),
+    "optim.lr_ratio": (4.0, {}),
     "optim.beta1": (0.5, {}),
     "optim.beta2": (0.5, {}),
     "optim.eps": (1e-3, {}),
