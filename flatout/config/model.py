@@ -39,6 +39,10 @@ class ModelConfig(Section):
     experts: Literal["auto", "eager"] = "auto"
     """Routed experts: eager (transformers' own loop over experts; the reference); auto: grouped products, where the
     model has transformers' experts interface."""
+    neftune_alpha: float = Field(default=0.0, ge=0, le=1e6)
+    """NEFTune (Jain et al. 2023, arXiv:2310.05914): training adds uniform noise of at most alpha / sqrt(L * D) to the D
+    values of each token's embedding, where L is the length of its own sample; 0: none. It differs by step and token,
+    and is the same for any number of micro-batches and ranks."""
     freeze_vision_tower: bool = True
     """false: method: full also trains the vision tower, and lora.targets also match its layers."""
     freeze_projector: bool = True

@@ -175,7 +175,7 @@ class Config(Section):
     run_dir: Path | None = None
     """Folder for all files that the run writes; null: runs/<name>."""
     seed: int = Field(default=42, ge=0)
-    """Seed of initial weights, sample order and dropout: the same seed gives the same run."""
+    """Seed of initial weights, sample order, dropout and noise: the same seed gives the same run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if available, else the CPU."""
     gpus: GpuList | None = None

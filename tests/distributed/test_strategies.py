@@ -144,8 +144,8 @@ def two_ranks(request, tiny, untied, tmp_path_factory):
             cases.add(f"fp64 full {strategy} {tokens} tokens", 2, given, like=values(tiny, "full"), rare=rare)
     offload = {"offload": True, "prefetch": 2, "reshard_after_forward": False}
     cases.add("fp64 full zero3 offload", 2, values(tiny, "full", strategy="zero3", sharding=offload))
-    freed = values(tiny, "lora", strategy="zero2", sharding={"reshard_after_forward": True})
-    cases.add("fp64 lora zero2 freed", 2, freed)
+    noise, again = {"neftune_alpha": 5.0}, {"reshard_after_forward": True}
+    cases.add("fp64 lora zero2 freed, noise", 2, values(tiny, "lora", strategy="zero2", sharding=again, model=noise))
     cases.add("fp64 full zero3 recompute", 2, values(tiny, "full", strategy="zero3", recompute="full"))
     random = {"name": untied, "init": "random"}
     for strategy in ("ddp", "zero3"):

@@ -42,6 +42,7 @@ TRAINS: dict[str, tuple[Any, dict[str, Any]]] = {
     "data.shuffle": (False, FEW),
     "data.seed": (1, FEW),
     "data.sources.system": ("Be brief.", {}),
+    "model.neftune_alpha": (5.0, {}),
     "lora.rank": (8, {}),
     "lora.alpha": (16.0, {}),
     "lora.dropout": (0.5, {}),
