@@ -146,7 +146,9 @@ def two_ranks(request, tiny, untied, tmp_path_factory):
     cases.add("fp64 full zero3 offload", 2, values(tiny, "full", strategy="zero3", sharding=offload))
     noise, again = {"neftune_alpha": 5.0}, {"reshard_after_forward": True}
     cases.add("fp64 lora zero2 freed, noise", 2, values(tiny, "lora", strategy="zero2", sharding=again, model=noise))
-    cases.add("fp64 full zero3 recompute", 2, values(tiny, "full", strategy="zero3", recompute="full"))
+    smoothed = {"label_smoothing": 0.1, "z_loss": 0.01}
+    given = values(tiny, "full", strategy="zero3", recompute="full", objective=smoothed)
+    cases.add("fp64 full zero3 recompute, smoothed", 2, given)
     random = {"name": untied, "init": "random"}
     for strategy in ("ddp", "zero3"):
         rare = strategy == "ddp"

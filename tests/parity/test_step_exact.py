@@ -157,13 +157,14 @@ def test_grad_norm_and_clipping_equal_the_formula(tiny, tmp_path, max_grad_norm,
 def test_evaluation_equals_training_loss_without_dropout_and_disturbs_nothing(tiny, tmp_path, dropout):
     """The held-out loss is one number whatever the micro-batches; it moves no gradient, weight or random state.
 
-    It has no noise on embeddings. Without dropout the layers are fused, and read the changed adapter only after a
-    refresh.
+    It has no noise on embeddings, label smoothing and z-loss. Without dropout the layers are fused, and read the
+    changed adapter only after a refresh.
     """
     config = tiny.config(
         tmp_path,
         model={"name": str(tiny.model_dir), "precision": "fp64", "neftune_alpha": 5.0},
         lora={"rank": 4, "dropout": dropout},
+        objective={"label_smoothing": 0.1, "z_loss": 0.1},
         eval={"fraction": 0.2},
     )
     run, planned = make_run(config)

@@ -74,6 +74,7 @@ def test_a_resumed_run_reads_the_restored_adapter(tiny, tmp_path, metrics_of):
         "eval": {"fraction": 0.1, "every_steps": 3},
         "optim": {"lr_ratio": 4.0},
         "model": {"neftune_alpha": 5.0},
+        "objective": {"label_smoothing": 0.1, "z_loss": 1e-3},
     }
     whole = tiny.config(tmp_path / "whole", **settings)
     train(whole)
