@@ -137,7 +137,7 @@ class ExpertsConfig(Section):
     part of them, for the tokens of all. Must divide the number of ranks and the number of experts."""
 
 
-ADAPTER_STARTS: Mapping[str, str] = MappingProxyType({"uniform": "starts.uniform"})
+ADAPTER_STARTS: Mapping[str, str] = MappingProxyType({"uniform": "starts.uniform", "gaussian": "starts.gaussian"})
 """What an adapter's A may begin with: a module and function below flatout.models.lora."""
 if TYPE_CHECKING:
     AdapterStartName: TypeAlias = str
@@ -174,7 +174,8 @@ class LoraConfig(Section):
     """Whether tied embeddings and head stay one weight if `modules_to_save` has one of them (PEFT's
     ensure_weight_tying); false: only the listed ones are trained, as separate weights."""
     init: AdapterStartName = "uniform"
-    """What A begins with; B begins with zeros, so a new adapter changes nothing. uniform: as PEFT."""
+    """What A begins with; B begins with zeros, so a new adapter changes nothing. uniform: as PEFT; gaussian: normal
+    values with standard deviation 1 / rank, as PEFT's init_lora_weights: gaussian."""
     init_path: PathText | None = None
     """A function in a file of your own instead, which runs as code: start.py:principal (docs/extending.md)."""
     continue_from: Path | None = None

@@ -48,6 +48,7 @@ TRAINS: dict[str, tuple[Any, dict[str, Any]]] = {
     "lora.dropout": (0.5, {}),
     "lora.targets": (["q_proj"], {}),
     "lora.rslora": (True, {}),
+    "lora.init": ("gaussian", {}),
     "lora.layers": ("1", {}),
     "lora.rank_pattern": ({"q_proj": 2}, {}),
     "lora.alpha_pattern": ({"q_proj": 2}, {}),
