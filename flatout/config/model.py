@@ -39,6 +39,10 @@ class ModelConfig(Section):
     experts: Literal["auto", "eager"] = "auto"
     """Routed experts: eager (transformers' own loop over experts; the reference); auto: grouped products, where the
     model has transformers' experts interface."""
+    neftune_alpha: float = Field(default=0.0, ge=0, le=1e6)
+    """NEFTune (Jain et al. 2023, arXiv:2310.05914): training adds uniform noise of at most alpha / sqrt(L * D) to the D
+    values of each token's embedding, where L is the length of its own sample; 0: none. It differs by step and token,
+    and is the same for any number of micro-batches and ranks."""
     freeze_vision_tower: bool = True
     """false: method: full also trains the vision tower, and lora.targets also match its layers."""
     freeze_projector: bool = True
@@ -133,7 +137,7 @@ class ExpertsConfig(Section):
     part of them, for the tokens of all. Must divide the number of ranks and the number of experts."""
 
 
-ADAPTER_STARTS: Mapping[str, str] = MappingProxyType({"uniform": "starts.uniform"})
+ADAPTER_STARTS: Mapping[str, str] = MappingProxyType({"uniform": "starts.uniform", "gaussian": "starts.gaussian"})
 """What an adapter's A may begin with: a module and function below flatout.models.lora."""
 if TYPE_CHECKING:
     AdapterStartName: TypeAlias = str
@@ -170,7 +174,8 @@ class LoraConfig(Section):
     """Whether tied embeddings and head stay one weight if `modules_to_save` has one of them (PEFT's
     ensure_weight_tying); false: only the listed ones are trained, as separate weights."""
     init: AdapterStartName = "uniform"
-    """What A begins with; B begins with zeros, so a new adapter changes nothing. uniform: as PEFT."""
+    """What A begins with; B begins with zeros, so a new adapter changes nothing. uniform: as PEFT; gaussian: normal
+    values with standard deviation 1 / rank, as PEFT's init_lora_weights: gaussian."""
     init_path: PathText | None = None
     """A function in a file of your own instead, which runs as code: start.py:principal (docs/extending.md)."""
     continue_from: Path | None = None

@@ -56,7 +56,7 @@ def resolve_alias(name: str, value: Any = True, *, is_option: bool = False) -> F
     ours = FOREIGN_NAMES.get(leaf) or FOREIGN_NAMES.get(name.replace(".", "_")) or SHORTCUTS.get(name)
     if ours is None:
         by_leaf = {full.rsplit(".", 1)[-1]: full for full in reversed(names)}
-        near = [name] if name in names else difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+        near = [name] if name in names else difflib.get_close_matches(name, names, n=1, cutoff=0.78)
         near = near or ([by_leaf[leaf]] if leaf in by_leaf else [])
         if is_option and near not in ([name], [by_leaf.get(leaf)]):
             return None

@@ -115,10 +115,11 @@ class ObjectiveConfig(Section):
     model_config = ConfigDict(extra="allow")
 
     kind: str = "cross_entropy"
-    """cross_entropy; weighted_tokens (each token's loss times its value in the data set's column `weight`); on pairs of
-    answers: dpo, ipo, dpo_norm, orpo, simpo, cpo; on labeled answers: kto; these have parameters such as `beta`
-    (docs/preference.md); reward: a model that scores answers; classify: a text classifier; on answers of the model
-    itself: grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce (docs/policy-losses.md)."""
+    """cross_entropy, which has `label_smoothing` and `z_loss` (docs/objectives.md); weighted_tokens (each token's loss
+    times its value in the data set's column `weight`); on pairs of answers: dpo, ipo, dpo_norm, orpo, simpo, cpo; on
+    labeled answers: kto; these have parameters such as `beta` (docs/preference.md); reward: a model that scores
+    answers; classify: a text classifier; on answers of the model itself: grpo, dr_grpo, dapo, gspo, cispo, rloo,
+    reinforce (docs/policy-losses.md)."""
     path: PathText | None = None
     """A class in a file of your own instead, which runs as code: my_loss.py:MyLoss."""
     reference: ReferenceConfig = ReferenceConfig()

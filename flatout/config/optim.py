@@ -115,6 +115,9 @@ class OptimConfig(Section):
     lr: Annotated[float, _AUTO, WithJsonSchema(_LR_SCHEMA)] = LR_OF_METHOD["lora"]
     """Peak learning rate; auto or unset: 2e-4 for method: lora, 1e-5 for method: full, and other rates for preference
     and policy losses, reward models and classifiers (docs/preference.md); a quarter of these for lion."""
+    lr_ratio: float = Field(default=1.0, gt=0, le=1e6)
+    """method: lora: B learns at this many times `lr` (LoRA+, Hayou et al. 2024, arXiv:2402.12354); so do trained
+    weights with one dimension, such as DoRA's magnitudes, as in the paper's code and in PEFT."""
     beta1: Share = 0.9
     """Decay rate of the first moment (AdamW, also in muon, whose own momentum is 0.95); momentum (SGD); weight of the
     momentum in an update (lion)."""

@@ -163,6 +163,7 @@ def check_parallel(config: Any) -> None:
         "batch.layout: rows": config.batch.layout == "rows",
         "batch.share_prefix: on": config.batch.share_prefix == "on",
         "full.update: backward": config.full.update == "backward",
+        "model.neftune_alpha, whose noise belongs to whole samples": config.model.neftune_alpha > 0,
         f"model.attention: {config.model.attention}": config.model.attention in ("fa4", "cudnn"),
     }
     if num_ranks > 1 and (why := first_given(reasons)):

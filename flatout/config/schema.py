@@ -175,7 +175,7 @@ class Config(Section):
     run_dir: Path | None = None
     """Folder for all files that the run writes; null: runs/<name>."""
     seed: int = Field(default=42, ge=0)
-    """Seed of initial weights, sample order and dropout: the same seed gives the same run."""
+    """Seed of initial weights, sample order, dropout and noise: the same seed gives the same run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: a GPU if available, else the CPU."""
     gpus: GpuList | None = None
@@ -298,6 +298,9 @@ class Config(Section):
         if self.method == "lora" and self.experts.bias_update:
             why = "as an adapter's file has no place for a router's bias"
             raise ValueError(f"experts.bias_update is only for method: full, {why}")
+        if self.method == "full" and self.optim.lr_ratio != 1:
+            text = "optim.lr_ratio is only for method: lora, as full has no B; leave it out"
+            raise SettingError(text, Fix({"method": "lora"}))
         if self.full.update == "backward" and self.optim.max_grad_norm is not None:
             text = "full.update: backward never holds all gradients, so it cannot clip"
             raise SettingError(text, Fix({"optim.max_grad_norm": None}))

@@ -231,13 +231,15 @@ def cache_argument(model: PreTrainedModel) -> str:
     raise ValueError("the model keeps no cache of keys and values")
 
 
-def sample_counts(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
-    """Return how many samples have each token that the model computes for a batch, int64; 0 for all padding.
-
-    A hybrid's layers, and so its routers, also see the tokens between the documents of `model_inputs`.
-    """
+def computed_batch(model: PreTrainedModel, batch: PackedBatch) -> PackedBatch:
+    """Return a batch with the tokens that the model computes for it: a hybrid's has more between its documents."""
     gap, _ = packed_hybrid(model.config.get_text_config())
-    return batch.spread(gap)[0].sample_counts if gap and batch.row_length is None else batch.sample_counts
+    return batch.spread(gap)[0] if gap and batch.row_length is None else batch
+
+
+def sample_counts(model: PreTrainedModel, batch: PackedBatch) -> torch.Tensor:
+    """Return how many samples have each token that the model computes for a batch, int64; 0 for all padding."""
+    return computed_batch(model, batch).sample_counts
 
 
 def document_arguments(batch: PackedBatch) -> dict[str, Any]:

@@ -15,10 +15,12 @@ from flatout.models.arch_quirks import UNSCALED_LOGITS, logits_cap, logits_scale
 from flatout.models.load.auto_class import is_scoring
 from flatout.models.lora.saved import SavedModule, TrainedRows
 from flatout.models.slot_cache import autocast_dtype
-from flatout.objectives.loss_inputs import LossSums, TokenLosses, target_losses
+from flatout.objectives.loss_inputs import LossSums, RegularizedSums, TokenLosses, target_losses
 
 # the part of a tile's rows whose logits fit in its place several times, in fp32
 _ENTROPY_TILES = 8
+# the same with the gradients of label smoothing and z-loss
+_REGULARIZED_TILES = 16
 
 
 class TokenHead:
@@ -77,6 +79,27 @@ class TokenHead:
             checkpoint(lambda tile: row_entropies(self.logits(tile, temperature)), tile, use_reentrant=False)
             for tile in tiles
         ])  # fmt: skip
+
+    def regularized_cross_entropy(
+        self, rows: torch.Tensor, ids: torch.Tensor, label_smoothing: float, z_loss: float
+    ) -> RegularizedSums:
+        """Return the summed cross-entropy with label smoothing and z-loss, computed by tiles in plain torch.
+
+        Each tile is computed again in the backward pass, also with a frozen head. As those of `entropy`, tiles have
+        fewer rows than others.
+        """
+
+        def tile_sums(tile: torch.Tensor, tile_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            logits = self.logits(tile)
+            plain, total = target_losses(logits, tile_ids), logits.logsumexp(-1)
+            losses = plain.lerp(total - logits.mean(-1), label_smoothing) if label_smoothing else plain
+            losses = losses + z_loss * total.square()
+            return losses.sum(), plain.detach().sum(), (logits.argmax(-1) == tile_ids).sum()
+
+        num_rows = max(1, self._tile_rows // _REGULARIZED_TILES)
+        tiles = zip(rows.split(num_rows), ids.split(num_rows), strict=True)
+        sums = [checkpoint(tile_sums, tile, tile_ids, use_reentrant=False) for tile, tile_ids in tiles]
+        return RegularizedSums(*(torch.stack(parts).sum() for parts in zip(*sums, strict=True)))
 
     def summed(self, losses: TokenLosses) -> LossSums:
         """Return the sums of `token_losses`, added tile by tile as `cross_entropy` of a frozen head adds them."""

@@ -24,6 +24,14 @@ class LossSums(NamedTuple):
     num_correct: Tensor
 
 
+class RegularizedSums(NamedTuple):
+    """`LossSums` of a loss with label smoothing or z-loss, and the sum of the plain cross-entropy, without a graph."""
+
+    loss_sum: Tensor
+    plain_sum: Tensor
+    num_correct: Tensor
+
+
 class TokenLosses(NamedTuple):
     """Cross-entropy (L,) fp32 (fp64 in fp64) of each row, with its graph, and whether its argmax is right (L,).
 
@@ -210,6 +218,19 @@ class LabelTokens(LossInputs):
             self.head.summed(self._losses_at(1.0))
             if self.keeps_losses
             else self.head.cross_entropy(self.hidden_states, self.token_ids)
+        )
+        return sums
+
+    def regularized_cross_entropy(self, label_smoothing: float, z_loss: float) -> RegularizedSums:
+        """Return `cross_entropy` with label smoothing and z-loss; without gradients, as in evaluations, with neither.
+
+        See `objectives.cross_entropy.CrossEntropy`.
+        """
+        if not torch.is_grad_enabled():
+            loss_sum, num_correct = self.cross_entropy()
+            return RegularizedSums(loss_sum, loss_sum, num_correct)
+        sums: RegularizedSums = self.head.regularized_cross_entropy(
+            self.hidden_states, self.token_ids, label_smoothing, z_loss
         )
         return sums
 

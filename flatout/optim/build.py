@@ -15,6 +15,7 @@ from flatout.errors import Fix, UsageError
 from flatout.optim.flat import FlatOptimizer, flatten
 from flatout.optim.options import OptimizerOptions
 from flatout.optim.own import make_own
+from flatout.optim.update import LR_RATIO
 
 # transformers' rule (Trainer.get_decay_parameter_names): these names, and all of nn.LayerNorm
 _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -38,6 +39,11 @@ def split_by_decay(names: Iterable[str], layer_norms: Collection[str] = ()) -> t
         is_spared = name in layer_norms or _WITHOUT_DECAY.search(name.lower())
         (spared if is_spared else decayed).append(name)
     return decayed, spared
+
+
+def learns_faster(name: str, parameter: nn.Parameter) -> bool:
+    """Whether `optim.lr_ratio` multiplies a trained parameter's learning rate, as PEFT's LoRA+ chooses them."""
+    return name.endswith(".lora_b") or parameter.ndim == 1
 
 
 def make_optimizer(
@@ -69,11 +75,15 @@ def make_optimizer(
     is_flat = flat and traits.is_flat and not is_bf16
     groups: list[dict[str, Any]] = []
     for names, decay in zip(split_by_decay(named, layer_norms), (config.weight_decay, 0.0), strict=True):
-        # one launch cannot update plain tensors, such as slices of experts, together with DTensors
-        for kind in (True, False):
-            parameters = [named[name] for name in names if hasattr(named[name], "to_local") is kind]
-            if parameters:
-                groups.append({"params": flatten(parameters) if is_flat else parameters, "weight_decay": decay})
+        alike: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+        for name in names:
+            # one launch cannot update plain tensors, such as slices of experts, together with DTensors
+            is_plain = not hasattr(named[name], "to_local")
+            is_fast = config.lr_ratio != 1 and learns_faster(name, named[name])
+            alike.setdefault((is_plain, is_fast), []).append(named[name])
+        for (_, is_fast), parameters in sorted(alike.items(), key=lambda item: item[0]):
+            group = {"params": flatten(parameters) if is_flat else parameters, "weight_decay": decay}
+            groups.append(group | {LR_RATIO: config.lr_ratio} if is_fast else group)
     if config.path is not None:
         return make_own(groups, config)
     module, _, function = traits.make.partition(".")

@@ -11,11 +11,14 @@ from torch import Tensor, nn
 
 from flatout.optim.adamw_8bit import AdamW8bit
 
+LR_RATIO = "lr_ratio"
+"""The key of a parameter group that has a multiple of the learning rate."""
+
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of the next update, for every group."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get(LR_RATIO, 1.0)
 
 
 def supports_found_inf(optimizer: torch.optim.Optimizer) -> bool:

@@ -37,6 +37,7 @@ class PlanSettings:
     context_ranks: int
     """Ranks that share each layer's experts, or each micro-batch's tokens."""
     trained_parts: frozenset[str]
+    has_embedding_noise: bool
     num_new_tokens: int
     computes_in_fp8: bool
     reason_against_sharding: str | None
@@ -47,7 +48,8 @@ class PlanSettings:
     @property
     def may_record_graphs(self) -> bool:
         """Whether passes may become CUDA graphs, as far as settings decide it."""
-        return self.records_graphs and self.method == "lora" and self.optimizer.is_flat and not self.lora.dropout
+        draws = self.lora.dropout or self.has_embedding_noise
+        return self.records_graphs and self.method == "lora" and self.optimizer.is_flat and not draws
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -74,6 +76,7 @@ class PlanSettings:
             context_ranks=config.context.parallel,
             groups_experts=config.model.experts == "auto",
             trained_parts=frozenset(config.model.trained_parts),
+            has_embedding_noise=config.model.neftune_alpha > 0,
             num_new_tokens=len(config.data.added_tokens),
             computes_in_fp8=config.computes_in_fp8,
             reason_against_sharding=config.reason_against_sharding or own,

@@ -254,6 +254,7 @@ def shard_state(
     trained = trainable_parameters(loaded.model).values()
     num_trained = sum(math.prod(strategy.whole_shape(parameter)) for parameter in trained)
     line = f"{config.optim.path or config.optim.name} over {num_trained:,} parameters, {config.schedule.kind} schedule"
+    line += f", B at {config.optim.lr_ratio:g} times the rate" if config.optim.lr_ratio != 1 else ""
     when = ", updates in the backward pass" if config.full.update == "backward" else ""
     reporter.stage("optimizer", line + when)
     # a wrapper is called like the loss

@@ -39,6 +39,8 @@ def plan_graphs(
         return "gradients have no fixed address", ()
     if why := _host_reads(model) or _varies(planned):
         return why, ()
+    if config.model.neftune_alpha:
+        return "noise on embeddings differs from pass to pass", ()
     if config.lora.dropout or planned.memory.recompute == "offload":
         return "dropout and offloading need the host", ()
     if planned.memory.recompute not in ("none", "selective") and (config.rollout.rounds or experts_modules(model)):

@@ -182,7 +182,8 @@ def lr_note(config: Config, objective: Objective, num_params: int) -> str:
     room, pairs_lr = UNUSUAL_LR * max(1.0, (USUAL_NUM_PARAMS / num_params) ** 0.5), Preference.usual_lr[config.method]
     if config.objective.path and isinstance(objective, Preference) and room * pairs_lr < lr <= room * usual:
         return f"losses over pairs usually take optim.lr={pairs_lr:g}, not {lr:g}"
-    room *= UNUSUAL_LR_OF_CROSS_ENTROPY / UNUSUAL_LR if config.objective == ObjectiveConfig() else 1.0
+    is_plain = config.objective.path is None and config.objective.kind == ObjectiveConfig().kind
+    room *= UNUSUAL_LR_OF_CROSS_ENTROPY / UNUSUAL_LR if is_plain else 1.0
     if lr <= (most := min(LARGEST_LR, room * usual)):
         return ""
     rare = f"models of this size rarely take more than {most:.1g}"

@@ -15,6 +15,7 @@ from torch.profiler import record_function
 
 from flatout.errors import Fix, NumericError
 from flatout.models.auxiliary_loss import StepFacts
+from flatout.models.embedding_noise import noisy_embeddings
 from flatout.models.model_with_loss import observe_layers
 from flatout.models.packed import PackedBatch
 from flatout.optim.flat import foreach_accumulate
@@ -146,7 +147,7 @@ def _backward_micro_batches(
     for index, batch in enumerate(until_stopped_in_step(run, batches)):
         with run.strategy.accumulate(last=index == len(micro_batches) - 1), foreach_accumulate(run.optimizer):
             with run.rank_meter.phase("forward", num_tokens=batch.num_tokens):
-                pass_values = forward_pass(run, step, index, batch, None, estimates)
+                pass_values = forward_pass(run, step, micro_batches, index, batch, None, estimates)
             with run.rank_meter.phase("backward"):
                 # the plan fixes this normalizer before step 0, so ranks need no collective for it
                 loss = run.scaler.scale(pass_values[0] / normalizer)
@@ -155,10 +156,14 @@ def _backward_micro_batches(
     return values
 
 
-def forward_pass(run: TrainingRun, step: StepPlan, index: int, batch: PackedBatch, *how: Any) -> tuple[Tensor, ...]:
-    """Call `ModelWithLoss` with a step's micro-batch `index` and `how`, with the dropout that belongs to it."""
-    seed_micro_batch(run.config.seed, step=step.index, rank=run.rank.index, micro_batch=index)
-    with autocast(run):
+def forward_pass(
+    run: TrainingRun, step: StepPlan, micro_batches: Sequence[MicroBatch], index: int, batch: PackedBatch, *how: Any
+) -> tuple[Tensor, ...]:
+    """Call `ModelWithLoss` with a step's micro-batch `index` and `how`, with the dropout and noise that it has."""
+    seed, alpha = run.config.seed, run.config.model.neftune_alpha
+    seed_micro_batch(seed, step=step.index, rank=run.rank.index, micro_batch=index)
+    ids = micro_batches[index].sample_ids
+    with autocast(run), noisy_embeddings(run.model, batch, ids, alpha=alpha, seed=(seed, step.index)):
         sums: tuple[Tensor, ...] = run.loss_module(batch, *how)
     return sums
 
@@ -171,7 +176,7 @@ def start_aux_loss(run: TrainingRun, step: StepPlan, micro_batches: Sequence[Mic
         return
     for index, batch in enumerate(until_stopped_in_step(run, run.loader.batches(micro_batches))):
         with torch.no_grad():
-            forward_pass(run, step, index, batch, observe_layers)
+            forward_pass(run, step, micro_batches, index, batch, observe_layers)
     run.aux_loss.end_passes()
 
 
@@ -299,7 +304,7 @@ def _update_in_backward(
     (batch,) = batches
     start_aux_loss(run, step, micro_batches)
     with run.rank_meter.phase("forward", num_tokens=batch.num_tokens):
-        pass_sums = forward_pass(run, step, 0, batch, None, estimates)
+        pass_sums = forward_pass(run, step, micro_batches, 0, batch, None, estimates)
     sums = torch.stack([value.detach().double() for value in pass_sums]).tolist()
     if run.stop.requested:
         # passes of the estimates or the auxiliary loss may have been left out

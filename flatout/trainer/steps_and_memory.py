@@ -117,6 +117,8 @@ def index_prefixes(data: RunData, *, is_padded: bool, reason: str | None) -> tup
         problem = problem or "with context.parallel, ranks share each sample's tokens"
     if settings.lora.dropout:
         problem = problem or "with lora.dropout, samples must have masks of their own"
+    if settings.has_embedding_noise:
+        problem = problem or "with model.neftune_alpha, samples must have noise of their own"
     problem = problem or sharing_problem(data.text_config, int(lengths.max()))
     if problem:
         if setting == "on":

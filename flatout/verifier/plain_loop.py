@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -39,7 +40,15 @@ from flatout.models.lora.saved import grow_vocabulary
 from flatout.models.masters import narrow_hidden_states
 from flatout.models.rope import length_limits
 from flatout.models.scoring import Scoring
-from flatout.objectives.loss_inputs import Batch, LabelTokens, LossInputs, LossSums, SampleScores, TokenLosses
+from flatout.objectives.loss_inputs import (
+    Batch,
+    LabelTokens,
+    LossInputs,
+    LossSums,
+    RegularizedSums,
+    SampleScores,
+    TokenLosses,
+)
 from flatout.objectives.protocol import Objective
 from flatout.trainer.picture_inputs import PictureMaker, processor_of
 from flatout.trainer.trainable import make_trainable
@@ -329,6 +338,15 @@ def plain_logprobs(plain: PlainModel, sample: Sample, temperature: float = 1.0) 
     ) == targets
 
 
+def _plain_regularized(plain: PlainModel, sample: Sample, label_smoothing: float, z_loss: float) -> tuple[Tensor, ...]:
+    """Return the loss of each label token with label smoothing and z-loss, and without, and whether it is likeliest."""
+    logits, targets = _label_logits(plain, sample)
+    wide = logits.double()
+    smoothed = F.cross_entropy(wide, targets, label_smoothing=label_smoothing, reduction="none")
+    losses = smoothed + z_loss * wide.logsumexp(-1).square()
+    return losses, token_losses(logits, targets), logits.argmax(-1) == targets
+
+
 def _plain_entropies(plain: PlainModel, sample: Sample, temperature: float) -> tuple[Tensor]:
     """Return the entropy of softmax(logits / temperature) at each label token of a sample, fp64."""
     logprobs = (_label_logits(plain, sample)[0].double() / temperature).log_softmax(-1)
@@ -401,7 +419,13 @@ class _PlainLabels(LabelTokens):
             token_losses, is_correct, _ = losses(rows, ids)
             return LossSums(token_losses.sum(), is_correct.sum())
 
-        head = SimpleNamespace(token_losses=losses, cross_entropy=cross_entropy, entropy=entropy)
+        def regularized(rows: Tensor, ids: Tensor, label_smoothing: float, z_loss: float) -> RegularizedSums:
+            compute = partial(_plain_regularized, label_smoothing=label_smoothing, z_loss=z_loss)
+            return RegularizedSums(*(values.sum() for values in leaves.of(compute)))
+
+        head = SimpleNamespace(
+            token_losses=losses, cross_entropy=cross_entropy, entropy=entropy, regularized_cross_entropy=regularized
+        )
         super().__init__(batch.label_rows, batch, head)
         del self.states
 

@@ -138,6 +138,7 @@ def _notes(config: Config, exact: Exact, device: torch.device) -> list[str]:
         "PEFT computes LoRA; B of a new adapter is moved away from zero, or A would have no gradient": is_lora,
         "lora.dropout is 0 here: with dropout, a step has no single correct result": is_lora and config.lora.dropout,
         f"comm.compress is none here: sums in {config.comm.compress} are rounded": config.comm.compress != "none",
+        "model.neftune_alpha is 0 here: the reference has no noise on embeddings": config.model.neftune_alpha,
         "experts.balance_loss and experts.z_loss are 0 here: the reference has cross-entropy only": (
             config.experts.balance_loss or config.experts.z_loss
         ),
@@ -161,7 +162,9 @@ def _rows(
     limit = LIMITS[exact] if tolerance is None else tolerance
     # plain transformers would normalize the routers' losses by micro-batch
     experts = real.experts.model_copy(update={"balance_loss": 0.0, "z_loss": 0.0, "parallel": 1})
-    real = real.model_copy(update={"experts": experts, "context": real.context.model_copy(update={"parallel": 1})})
+    others = {"context": {"parallel": 1}, "model": {"neftune_alpha": 0.0}}
+    same = {name: getattr(real, name).model_copy(update=values) for name, values in others.items()}
+    real = real.model_copy(update={"experts": experts, **same})
     config = exact_config(real, exact, folder)
     planned = plan_quietly(config, Rank())
     step = next((step for step in planned.plan.steps() if step.num_label_tokens), None)

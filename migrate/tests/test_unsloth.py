@@ -247,7 +247,7 @@ REFUSED: dict[str, list[dict[str, Any]]] = {
     ],
     "UnslothTrainer": [
         {"compute_metrics": print}, {"compute_loss_func": print}, {"optimizers": (object(), None)},
-        {"data_collator": print}, {"callbacks": [OwnStep()]}, {"neftune_noise_alpha": 5},
+        {"data_collator": print}, {"callbacks": [OwnStep()]},
         {"embedding_learning_rate": 1e-5}, {"distributed_backend": "mpi"}, {"seed": 1}, {"learning_rat": 1},
     ],
 }  # fmt: skip

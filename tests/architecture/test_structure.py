@@ -60,7 +60,7 @@ LEAST_MEDIAN_LINES, MOST_MEDIAN_LINES = 8, 16
 MOST_PARAMETERS, MAX_WIDE_FUNCTIONS = 7, 9
 
 # lines of flatout/, and of each package to the next 500; who raises one writes why in docs/architecture.md
-MAX_LINES = 65_000
+MAX_LINES = 65_300
 MAX_PACKAGE_LINES = {
     "__init__": 500,
     "__main__": 500,

@@ -148,15 +148,18 @@ def two_ranks(request, tiny, untied, tmp_path_factory):
             cases.add(f"fp64 full {strategy} {tokens} tokens", 2, given, like=values(tiny, "full"), rare=rare)
     offload = {"offload": True, "prefetch": 2, "reshard_after_forward": False}
     cases.add("fp64 full zero3 offload", 2, values(tiny, "full", strategy="zero3", sharding=offload))
-    freed = values(tiny, "lora", strategy="zero2", sharding={"reshard_after_forward": True})
-    cases.add("fp64 lora zero2 freed", 2, freed)
-    cases.add("fp64 full zero3 recompute", 2, values(tiny, "full", strategy="zero3", recompute="full"))
+    noise, again = {"neftune_alpha": 5.0}, {"reshard_after_forward": True}
+    cases.add("fp64 lora zero2 freed, noise", 2, values(tiny, "lora", strategy="zero2", sharding=again, model=noise))
+    smoothed = {"label_smoothing": 0.1, "z_loss": 0.01}
+    given = values(tiny, "full", strategy="zero3", recompute="full", objective=smoothed)
+    cases.add("fp64 full zero3 recompute, smoothed", 2, given)
     random = {"name": untied, "init": "random"}
     for strategy in ("ddp", "zero3"):
         rare = strategy == "ddp"
         cases.add(f"fp64 full {strategy} untied", 2, values(tiny, "full", strategy=strategy, model=random), rare=rare)
         dora = {"dora": True, "targets": ["q_proj", "down_proj"]}
-        cases.add(f"fp64 lora {strategy} dora", 2, values(tiny, "lora", strategy=strategy, lora=dora), rare=rare)
+        given = values(tiny, "lora", strategy=strategy, lora=dora, optim={"lr_ratio": 4.0})
+        cases.add(f"fp64 lora {strategy} dora, lora+", 2, given, rare=rare)
         for method in ("lora", "full"):
             sent = values(tiny, method, strategy=strategy, comm={"compress": "bf16"})
             rare = (method, strategy) in {("lora", "ddp"), ("full", "zero3")}

@@ -21,6 +21,7 @@ from flatout.models.lora.saved import TrainedRows
 from flatout.models.model_with_loss import packed_cross_entropy, prepare_head
 from flatout.models.packed import flatten_samples
 from flatout.models.token_head import TokenHead
+from flatout.objectives.cross_entropy import CrossEntropy
 from flatout.objectives.loss_inputs import LabelTokens, SampleScores, target_losses
 
 
@@ -342,9 +343,8 @@ AT_A_TEMPERATURE = [
 ]
 
 
-@pytest.mark.parametrize(("temperature", "softcap", "head"), every(3, AT_A_TEMPERATURE))
-def test_log_probabilities_and_entropy_at_a_temperature(temperature, softcap, head):
-    """Of logits / T after their scale and soft-cap, in one pass for both, with the gradients of a loss over both."""
+def states_before(head, softcap):
+    """A model with such a head, a batch, hidden states (T, D), and what gets gradients: these and what is trained."""
     extra = {"logits_scaling": 3.0} if softcap is None else {"final_logit_softcapping": softcap}
     family = "granite" if softcap is None else "gemma2"
     model = tiny_model(family, attention="flatout_plain", tie_word_embeddings=False, **extra)
@@ -360,7 +360,40 @@ def test_log_probabilities_and_entropy_at_a_temperature(temperature, softcap, he
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(len(batch.token_ids), model.config.hidden_size, dtype=torch.float64, generator=generator) * 3
     states.requires_grad_()
-    trained = [states, *(p for p in model.lm_head.parameters() if p.requires_grad)]
+    return model, batch, states, [states, *(p for p in model.lm_head.parameters() if p.requires_grad)]
+
+
+def shaped_logits(model, batch, states, softcap):
+    product = model.lm_head(states[batch.label_rows])
+    return product / 3 if softcap is None else softcap * torch.tanh(product / softcap)
+
+
+@pytest.mark.parametrize(("softcap", "head"), {(softcap, head): None for _, softcap, head in AT_A_TEMPERATURE})
+@pytest.mark.parametrize(("label_smoothing", "z_loss"), [(0.3, 0.0), (0.0, 0.2), (0.1, 0.05)])
+def test_label_smoothing_and_z_loss_equal_torch(label_smoothing, z_loss, softcap, head):
+    model, batch, states, trained = states_before(head, softcap)
+    objective = CrossEntropy(label_smoothing=label_smoothing, z_loss=z_loss)
+    sums = objective(LabelTokens(states, batch, TokenHead(model, 64)))
+    gradients = torch.autograd.grad(sums["loss"] / 7, trained)
+    logits, ids = shaped_logits(model, batch, states, softcap), batch.label_ids
+    truth = F.cross_entropy(logits, ids, label_smoothing=label_smoothing, reduction="sum")
+    truth = truth + z_loss * logits.logsumexp(-1).square().sum()
+    plain = F.cross_entropy(logits, ids, reduction="sum")
+    pairs = [(sums["loss"], truth), (sums["cross_entropy"], plain)]
+    for mine, true in (*pairs, *zip(gradients, torch.autograd.grad(truth / 7, trained), strict=True)):
+        torch.testing.assert_close(mine, true, atol=1e-11, rtol=1e-11)
+    assert sums["token_accuracy"] == (logits.argmax(-1) == ids).sum()
+    # evaluations have neither
+    with torch.no_grad():
+        torch.testing.assert_close(
+            objective(LabelTokens(states, batch, TokenHead(model, 64)))["loss"], plain, atol=1e-11, rtol=1e-11
+        )
+
+
+@pytest.mark.parametrize(("temperature", "softcap", "head"), every(3, AT_A_TEMPERATURE))
+def test_log_probabilities_and_entropy_at_a_temperature(temperature, softcap, head):
+    """Of logits / T after their scale and soft-cap, in one pass for both, with the gradients of a loss over both."""
+    model, batch, states, trained = states_before(head, softcap)
     num_calls = []
     token_head_of = TokenHead(model, 3)
     real = token_head_of.token_losses
@@ -373,8 +406,7 @@ def test_log_probabilities_and_entropy_at_a_temperature(temperature, softcap, he
     factors = torch.linspace(-2, 3, len(found), dtype=torch.float64)
     gradients = torch.autograd.grad(((found + 0.3 * term) * factors).tanh().sum(), trained)
 
-    product = model.lm_head(states[batch.label_rows])
-    shaped = product / 3 if softcap is None else softcap * torch.tanh(product / softcap)
+    shaped = shaped_logits(model, batch, states, softcap)
     truth = (shaped / temperature).log_softmax(-1).gather(1, batch.label_ids[:, None])[:, 0]
     entropy = plain_entropy(shaped / temperature)
     true_gradients = torch.autograd.grad(((truth + 0.3 * entropy) * factors).tanh().sum(), trained)

@@ -157,12 +157,14 @@ def test_grad_norm_and_clipping_equal_the_formula(tiny, tmp_path, max_grad_norm,
 def test_evaluation_equals_training_loss_without_dropout_and_disturbs_nothing(tiny, tmp_path, dropout):
     """The held-out loss is one number whatever the micro-batches; it moves no gradient, weight or random state.
 
-    Without dropout the layers are fused, and read the changed adapter only after a refresh.
+    It has no noise on embeddings, label smoothing and z-loss. Without dropout the layers are fused, and read the
+    changed adapter only after a refresh.
     """
     config = tiny.config(
         tmp_path,
-        model={"name": str(tiny.model_dir), "precision": "fp64"},
+        model={"name": str(tiny.model_dir), "precision": "fp64", "neftune_alpha": 5.0},
         lora={"rank": 4, "dropout": dropout},
+        objective={"label_smoothing": 0.1, "z_loss": 0.1},
         eval={"fraction": 0.2},
     )
     run, planned = make_run(config)
@@ -248,6 +250,51 @@ def test_dropout_differs_by_position_and_repeats_with_it(tiny, tmp_path):
     losses = [loss_of(index, rank) for index, rank in ((0, 0), (0, 0), (1, 0), (0, 1))]
     assert losses[0] == losses[1]
     assert len(set(losses)) == 3
+
+
+def embeddings_of(run: TrainingRun, step: StepPlan) -> Tensor:
+    """What the first layer gets of each token of a step, in the order of its samples."""
+    passes: list[Tensor] = []
+    first = run.model.get_decoder().layers[0]
+    with first.register_forward_pre_hook(lambda _, args: passes.append(args[0].detach())):
+        accumulate_gradients(run, step)
+    parts = {}
+    for micro_batch, embedded in zip(step.by_rank[0], passes, strict=True):
+        lengths = [len(run.planned.store.sample(i).token_ids) for i in micro_batch.sample_ids]
+        rows = embedded[0].split([*lengths, embedded.shape[1] - sum(lengths)])
+        parts |= dict(zip(micro_batch.sample_ids, rows, strict=False))
+    return torch.cat([parts[i] for i in step.sample_ids])
+
+
+def test_noise_on_embeddings_is_of_a_token_whatever_the_cut(tiny, tmp_path):
+    model = {"name": str(tiny.model_dir), "precision": "fp64", "neftune_alpha": 5.0}
+    config = tiny.config(tmp_path, model=model, batch={"samples_per_step": 20, "micro_batch_tokens": 700})
+    run, planned = make_run(config)
+    wake_adapter(run)
+    step, table = planned.plan.step(0), run.model.get_input_embeddings().weight
+    cuts = [resplit(config, planned, budget, num_ranks=1).step(0) for budget in (600, 100_000)]
+    assert [len(cut.by_rank[0]) > 1 for cut in cuts] == [True, False]
+    embedded, sums, found = [], [], []
+    for cut in cuts:
+        run.optimizer.zero_grad(set_to_none=True)
+        sums.append(accumulate_gradients(run, cut)[0].item())
+        found.append(gradients(run))
+        embedded.append(embeddings_of(run, replace(cut, sample_ids=step.sample_ids)))
+    assert torch.equal(*embedded)
+    assert sums[0] == pytest.approx(sums[1], rel=1e-12)
+    assert ((found[0] - found[1]).norm() / found[1].norm()).item() < 1e-12
+    samples = [planned.store.sample(i).token_ids.tolist() for i in step.sample_ids]
+    noise = embedded[0] - table[[token for ids in samples for token in ids]]
+    # uniform(-1, 1) times the scale of each sample, of which the mean is 0 and the variance 1/3
+    scale = torch.cat([torch.full((len(ids), 1), 5 / (len(ids) * table.shape[1]) ** 0.5) for ids in samples])
+    values = noise / scale
+    assert values.abs().max() < 1
+    assert values.mean().item() == pytest.approx(0, abs=0.02)
+    assert values.var().item() == pytest.approx(1 / 3, rel=0.02)
+    assert len(values.unique()) > 0.99 * values.numel()
+    assert not torch.equal(embedded[0], embeddings_of(run, replace(cuts[0], index=1, sample_ids=step.sample_ids)))
+    config = config.model_copy(update={"seed": config.seed + 1})
+    assert not torch.equal(embedded[0], embeddings_of(replace(run, config=config), cuts[0]))
 
 
 def test_linear_layers_are_the_only_thing_lora_trains(tiny, tmp_path):

@@ -6,13 +6,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 from flatout.config.model import ADAPTER_STARTS, LoraConfig
 from flatout.config.read import make_config
 from flatout.errors import ProblemsError, UsageError
+from flatout.models.lora.layer import add_lora, lora_layers
+from flatout.models.lora.starts import AdapterPlace, gaussian
 from flatout.track.callback import MemoryCallback
 from flatout.trainer.run import train
 from flatout.verifier.run import verify
@@ -69,6 +74,23 @@ def test_a_start_that_cannot_be_used_is_refused(tiny, tmp_path, principal):
         train(config_of(tiny, tmp_path / "run", init_path=principal))
     with pytest.raises(ProblemsError, match="continue_from"):
         make_config({"model": "m", "lora": {"init_path": principal, "continue_from": str(tmp_path)}})
+
+
+def test_a_gaussian_start_has_the_spread_of_peft(tiny):
+    """Of each layer's own rank, also for the matrices of all experts, whose rows are rank times experts."""
+    for num_rows, rank in ((64, 64), (64, 8)):
+        place = AdapterPlace(num_rows, 1000, lambda: pytest.fail("it reads no weight"), rank)
+        ours = gaussian(place, torch.Generator().manual_seed(0))
+        settings = peft.LoraConfig(r=rank, init_lora_weights="gaussian", target_modules=["0"])
+        (theirs,) = peft.inject_adapter_in_model(settings, nn.Sequential(nn.Linear(1000, 3)))[0].lora_A.parameters()
+        assert ours.mean().item() == pytest.approx(0, abs=0.02 / rank)
+        assert ours.std().item() == pytest.approx(theirs.std().item(), rel=0.05)
+    model = AutoModelForCausalLM.from_pretrained(tiny.model_dir)
+    add_lora(model, LoraConfig(init="gaussian", rank=4, rank_pattern={"down_proj": 16}), seed=0)
+    for name, layer in lora_layers(model).items():
+        rank = 16 if name.endswith("down_proj") else 4
+        assert layer.lora_a.std().item() == pytest.approx(1 / rank, rel=0.2)
+        assert not layer.lora_b.any()
 
 
 def test_every_row_is_whole():

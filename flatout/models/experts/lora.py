@@ -46,7 +46,7 @@ class ExpertLora(nn.Module):
         if not isinstance(weight, FrozenExperts) and self.experts.is_transposed:
             out_features, in_features = in_features, out_features
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        place = AdapterPlace(self.num_experts * rank, in_features, lambda: cpu_copy(self.dense_weight))
+        place = AdapterPlace(self.num_experts * rank, in_features, lambda: cpu_copy(self.dense_weight), rank)
         self.lora_a = nn.Parameter(first_values(start, place, generator, weight.device, dtype))
         zeros = torch.zeros(out_features, rank, self.num_experts, dtype=dtype, device=weight.device)
         self.lora_b = nn.Parameter(zeros)

@@ -58,7 +58,7 @@ class LoraLinear(nn.Module):
         self.compute_dtype = base.weight.dtype if isinstance(base, nn.Linear) else base.dtype
         device = next(base.parameters()).device
         dtype = torch.promote_types(self.compute_dtype, torch.float32)
-        place = AdapterPlace(config.rank, base.in_features, lambda: cpu_copy(base.weight))
+        place = AdapterPlace(config.rank, base.in_features, lambda: cpu_copy(base.weight), config.rank)
         self.lora_a = nn.Parameter(first_values(start, place, generator, device, dtype))
         self.lora_b = nn.Parameter(torch.zeros(base.out_features, config.rank, dtype=dtype, device=device))
         self.magnitude: nn.Parameter | None = nn.Parameter(self._row_lengths()) if config.dora else None

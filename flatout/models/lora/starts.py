@@ -25,6 +25,7 @@ class AdapterPlace:
     num_in: int
     weight: Callable[[], Tensor]
     """Returns the frozen weight in fp32 on the CPU: (out, in), or (experts, out, in) of fused experts."""
+    rank: int
 
 
 AdapterStart: TypeAlias = Callable[[AdapterPlace, torch.Generator], Tensor]
@@ -35,6 +36,11 @@ def uniform(place: AdapterPlace, generator: torch.Generator) -> Tensor:
     """Return values of uniform(-1/sqrt(in), 1/sqrt(in)), like PEFT."""
     bound = 1 / math.sqrt(place.num_in)
     return torch.empty(place.num_rows, place.num_in).uniform_(-bound, bound, generator=generator)
+
+
+def gaussian(place: AdapterPlace, generator: torch.Generator) -> Tensor:
+    """Return normal values with mean 0 and standard deviation 1/rank, like PEFT's init_lora_weights="gaussian"."""
+    return torch.empty(place.num_rows, place.num_in).normal_(std=1 / place.rank, generator=generator)
 
 
 def adapter_start(config: LoraConfig) -> AdapterStart:

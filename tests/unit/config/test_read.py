@@ -289,6 +289,7 @@ SENSELESS = {
     "full.weights=bf16": ("full is only for method: full", "full.weights=bf16 method=full"),
     "freeze=[head]": ("freeze is only for method: full", "freeze=[head] method=full"),
     "optim.lr=1e99": ("optim.lr", "optim.lr=10"),
+    "optim.lr_ratio=16 method=full": ("optim.lr_ratio is only for method: lora", "optim.lr_ratio=16"),
     "optim.name=sgd optim.beta2=0.9": ("optim: beta2 has no effect", "optim.name=adamw optim.beta2=0.9"),
     "optim.name=sgd optim.eps=0.1": ("optim: eps has no effect", "optim.name=sgd optim.beta1=0.9"),
     "optim.name=adafactor optim.beta2=0.9": ("optim: beta2 has no effect", "optim.name=muon optim.beta2=0.9"),

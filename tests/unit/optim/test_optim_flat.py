@@ -45,14 +45,15 @@ def train(
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_flat_equals_separate_to_the_bit(name, dtype):
-    config = CONFIG.model_copy(update={"name": name})
+@pytest.mark.parametrize(("dtype", "lr_ratio"), [(torch.float32, 1), (torch.float64, 1), (torch.float32, 16)])
+def test_flat_equals_separate_to_the_bit(name, dtype, lr_ratio):
+    config = CONFIG.model_copy(update={"name": name, "lr_ratio": lr_ratio})
     named, plain = parameters(dtype), parameters(dtype)
     flat = make_optimizer(named, config, seed=0, flat=True)
     separate = make_optimizer(plain, config, seed=0)
-    assert len(list(separate.param_groups[0]["params"])) == 4
-    assert [len(group["params"]) for group in flat.param_groups] == [1, 1]
+    sizes = [4, 1] if lr_ratio == 1 else [2, 2, 1]
+    assert [len(group["params"]) for group in separate.param_groups] == sizes
+    assert [len(group["params"]) for group in flat.param_groups] == [1] * len(sizes)
     norms, expected = train(named, flat, 20), train(plain, separate, 20)
     assert norms == pytest.approx(expected, rel=1e-6)
     for key in named:
@@ -60,6 +61,29 @@ def test_flat_equals_separate_to_the_bit(name, dtype):
     got, wanted = optimizer_state(flat, named), optimizer_state(separate, plain)
     assert got.keys() == wanted.keys()
     assert all(torch.equal(got[key], wanted[key]) and got[key].shape == wanted[key].shape for key in wanted)
+
+
+def test_b_learns_at_a_multiple_of_the_rate():
+    """LoRA+, by torch's AdamW over groups with rates of their own; a weight with one dimension learns as B does."""
+    named, plain = parameters(torch.float64), parameters(torch.float64)
+    optimizer = make_optimizer(named, CONFIG.model_copy(update={"lr_ratio": 16}), seed=0)
+    of_a, of_b = ([p for name, p in plain.items() if name.endswith("lora_a") is is_a] for is_a in (True, False))
+    groups = [
+        {"params": of_a, "times": 1},
+        {"params": [p for p in of_b if p.ndim > 1], "times": 16},
+        {"params": [plain["b.bias"]], "times": 16, "weight_decay": 0.0},
+    ]
+    expected = torch.optim.AdamW(groups, weight_decay=0.1, betas=(0.8, 0.95))
+    for index in range(10):
+        for model, steps in ((named, optimizer), (plain, expected)):
+            steps.zero_grad()
+            backward(model, steps, seed=index)
+        set_lr(optimizer, CONFIG.lr / (index + 1))
+        for group in groups:
+            group["lr"] = group["times"] * CONFIG.lr / (index + 1)
+        optimizer.step()
+        expected.step()
+    assert all(torch.equal(named[name], plain[name]) for name in named)
 
 
 @pytest.mark.parametrize(("saved_flat", "loaded_flat"), [(False, True), (True, False), (True, True)])

@@ -29,9 +29,9 @@ def save_model(folder: Path, tiny: Any, family: str, **shape: Any) -> Path:
     return folder
 
 
-def run_of(tiny: Any, folder: Path, model: Path, **sections: Any) -> Any:
+def run_of(tiny: Any, folder: Path, model: Path, /, **sections: Any) -> Any:
     sections["batch"] = {"max_steps": 3, "micro_batch_tokens": 1500, **sections.get("batch", {})}
-    return tiny.config(folder, model={"name": str(model)}, **sections)
+    return tiny.config(folder, model={"name": str(model), **sections.pop("model", {})}, **sections)
 
 
 def stages(folder: Path, name: str) -> list[str]:
@@ -73,6 +73,7 @@ def test_a_model_that_fails_the_self_test_packed_is_planned_again_with_rows(tiny
 @pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.exhaustive)])
 def test_rows_take_the_same_steps_as_packed_and_resume_to_the_bit(tiny, tmp_path, metrics_of, method):
     settings = {"method": method, "checkpoint": {"every_steps": 1, "keep": 9}, "eval": {"fraction": 0.1}}
+    settings["model"] = {"neftune_alpha": 5.0}
     rows = run_of(tiny, tmp_path / "rows", tiny.model_dir, batch={"layout": "rows"}, **settings)
     train(rows)
     train(run_of(tiny, tmp_path / "packed", tiny.model_dir, **settings))

@@ -69,7 +69,13 @@ def test_resume_at_every_step_is_bit_equal(uninterrupted, tmp_path, metrics_of):
 
 def test_a_resumed_run_reads_the_restored_adapter(tiny, tmp_path, metrics_of):
     """Without dropout LoRA layers run fused, by copies of the adapter, which a resume has to make anew."""
-    settings = {"checkpoint": {"every_steps": 1, "keep": 20}, "eval": {"fraction": 0.1, "every_steps": 3}}
+    settings = {
+        "checkpoint": {"every_steps": 1, "keep": 20},
+        "eval": {"fraction": 0.1, "every_steps": 3},
+        "optim": {"lr_ratio": 4.0},
+        "model": {"neftune_alpha": 5.0},
+        "objective": {"label_smoothing": 0.1, "z_loss": 1e-3},
+    }
     whole = tiny.config(tmp_path / "whole", **settings)
     train(whole)
     assert re.search(r"fused +[1-9]\d* layers run as", (tmp_path / "whole" / "train.log").read_text())

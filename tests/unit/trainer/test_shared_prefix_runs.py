@@ -103,6 +103,7 @@ def test_sharing_changes_no_step_and_resumes_to_the_bit(tiny, chats, tmp_path, m
     ("sections", "why"),
     [
         ({"lora": {"dropout": 0.1}}, "with lora.dropout, samples must have masks of their own"),
+        ({"model": {"neftune_alpha": 5.0}}, "with model.neftune_alpha, samples must have noise of their own"),
         ({"batch": {"layout": "rows"}}, "each sample is a row of its own"),
     ],
 )
