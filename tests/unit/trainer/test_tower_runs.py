@@ -62,7 +62,7 @@ def test_ranks_take_the_steps_of_one_process_and_a_resumed_run_ends_with_the_sam
     world, tmp_path, metrics_of, case
 ):
     """Of two samples a step, one rank's may be texts, and both may."""
-    train = command(world, tmp_path, *BOTH, f"method={case.split()[0]}")
+    train = command(world, tmp_path, *BOTH, f"method={case.split()[0]}", "model.neftune_alpha=5")
     assert main(train) == 0
     ranks = [*train, "gpus=[0,1]", *RANKS[case]]
     assert main([*ranks, f"run_dir={tmp_path / 'two'}"]) == 0
