@@ -93,12 +93,14 @@ def test_a_machine_that_is_lost_at_any_moment_costs_no_bit(num_kills, tiny, tmp_
     num_steps, draw, struck = 4 + 2 * num_kills, random.Random(5), 0
     config = config_of(tiny, tmp_path / "run", num_steps)
     (file := tmp_path / "run.yaml").write_text(dump_config(config))
-    store.write_s = 0.01
     for life in range(num_kills):
+        store.write_s = 0.01
         before = max((one["step"] for one in manifests(store)), default=0)
         process = WarmProcess(["-m", "flatout", "train", str(file)], os.environ, tmp_path / f"{life}.log")
         while process.poll() is None:
             if store.parts and max((one["step"] for one in manifests(store)), default=0) > before:
+                # however slow this process is, the upload that it has seen is not over before the kill
+                store.write_s = 1.0
                 time.sleep(draw.random() * 0.05)
                 os.killpg(process.pid, signal.SIGKILL)
                 break
