@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 
-from flatout.api.data import REGISTRY, TokenStore, data_sets, load_tokenizer, open_data_set
+from flatout.api.data import REGISTRY, TokenStore, data_sets, load_tokenizer, open_data_set, open_or_build
 from flatout.cli import screen
 from flatout.cli.parser import Parser
 from flatout.cli.screen import COLUMN_FORM, WIDTH, import_without_gc, pairs_of, progress_console, say, with_columns
@@ -23,7 +23,7 @@ from flatout.config.describe import describe_setting
 from flatout.config.objective import REWARD
 from flatout.config.problems import problem_of, problems_error
 from flatout.config.read import load_config
-from flatout.config.schema import DataConfig
+from flatout.config.schema import Config, DataConfig
 from flatout.config.section import nested_kinds
 from flatout.errors import Fix, UsageError
 from flatout.io.redact import printable, redacted
@@ -62,7 +62,7 @@ def add_arguments(parser: Parser) -> None:
     add("--print-samples", action="store_true", help="print the first samples as text")
     add("--replace", action="store_true", help="overwrite a data set of that name if it differs or has images")
     show = actions.add_parser("show", help="print samples, with trained tokens in color, and statistics")
-    show.add_argument("name", help="name of a built data set, or a run's YAML whose data are prompts")
+    show.add_argument("name", help="name of a built data set, or the YAML file of a run")
     show.add_argument("-n", type=int, help="number of samples to show (3; 20 in a page)")
     show.add_argument("--html", action="store_true", help="write a page with samples, packing and statistics")
     show.add_argument("--out", type=Path, metavar="FILE", help="file of the page (NAME.html)")
@@ -129,12 +129,12 @@ def _build(args: argparse.Namespace) -> None:
     with progress_console() as console:
         console.on_phase("importing libraries")
         import_without_gc("flatout.data.build")
-    from flatout.data.build import open_or_build
+    from flatout.data import build as of_data
 
     def build(config: DataConfig) -> TokenStore:
         with progress_console() as console:
             console.on_phase("opening the sources")
-            return open_or_build(
+            return of_data.open_or_build(
                 config,
                 args.tokenizer,
                 replaces=args.replace,
@@ -164,11 +164,12 @@ def _show(args: argparse.Namespace) -> None:
         raise UsageError(f"-n is {count}; expected a number of samples such as 3; -n 1000000 shows all of most sets")
     if args.out and not args.html:
         raise UsageError("--out is only for --html; without it the samples are printed")
-    if args.name.endswith((".yaml", ".yml")):
-        _show_prompts(Path(args.name), count)
+    config = load_config(Path(args.name)) if args.name.endswith((".yaml", ".yml")) else None
+    if config is not None and (config.rollout.rounds or any(one.format == "prompts" for one in config.data.sources)):
+        _show_prompts(config, count)
         return
-    store = open_data_set(args.name, args.root)
     with progress_console() as console:
+        store = open_or_build(config, console.print_line) if config else open_data_set(args.name, args.root)
         console.on_phase("loading the tokenizer")
         tokenizer = load_tokenizer(store.meta.tokenizer, added=store.meta.added_tokens) if count > 0 else None
 
@@ -188,9 +189,8 @@ def _show(args: argparse.Namespace) -> None:
         _print_facts(store)
 
 
-def _show_prompts(path: Path, count: int) -> None:
+def _show_prompts(config: Config, count: int) -> None:
     """Print the first prompts of a run as the model gets them, with what rewards get."""
-    config = load_config(path)
     data, name = config.data, config.model.name
     with progress_console() as progress:
         progress.on_phase("importing libraries")

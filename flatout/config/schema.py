@@ -14,7 +14,7 @@ from flatout.config.data import NAME_PATTERN, DataConfig, Name, SourceConfig
 from flatout.config.folders import folder_problem
 from flatout.config.model import BaseConfig, CompileMode, ExpertsConfig, FullConfig, LoraConfig, ModelConfig
 from flatout.config.objective import OBJECTIVES, ObjectiveConfig, kind_of, with_trained_score
-from flatout.config.optim import OPTIMIZERS, OptimConfig, ScheduleConfig, lr_of
+from flatout.config.optim import LR_OF_METHOD, OPTIMIZERS, OptimConfig, ScheduleConfig, lr_of
 from flatout.config.parallel import (
     STRATEGIES,
     CommConfig,
@@ -270,8 +270,9 @@ class Config(Section):
         lr = lr_of(values.get("method", "lora"), kind_of(values.get("objective")), optimizer)
         if isinstance(given, OptimConfig) and "lr" not in given.model_fields_set:
             return {**values, "optim": given.model_copy(update={"lr": lr})}
-        if isinstance(given, Mapping) and given.get("lr", "auto") == "auto" and lr is not None:
-            return {**values, "optim": {**given, "lr": lr}}
+        if isinstance(given, Mapping) and given.get("lr", "auto") == "auto":
+            # an unknown method is told by its own check
+            return {**values, "optim": {**given, "lr": lr or LR_OF_METHOD["lora"]}}
         return values
 
     # pydantic calls it before the one above

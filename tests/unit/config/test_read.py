@@ -353,5 +353,11 @@ def test_the_learning_rate_follows_method_and_optimizer_unless_it_is_given(metho
     assert yaml.safe_load(dump_config(make_config(values)))["optim"]["lr"] == lr
 
 
+def test_a_wrong_method_is_one_problem_also_beside_a_rate_that_follows_it():
+    for lr in ("auto", 0.1):
+        with pytest.raises(UsageError, match="1 problem\n  - method: expected one of lora, full, got 'lroa'"):
+            make_config({"model": {"name": "m"}, "method": "lroa", "optim": {"lr": lr}})
+
+
 def test_every_suggestion_is_a_setting():
     assert {name.partition(":")[0] for name in FOREIGN_NAMES.values()} <= set(dotted_names())

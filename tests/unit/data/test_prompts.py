@@ -145,3 +145,10 @@ def test_prompts_are_shown(read, small_tokenizer_dir, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "<|im_start|>user\nhello there<|im_end|>\n<|im_start|>assistant\n" in shown
     assert "row.answer: 'yes'" in shown
+    # rows with answers: what is trained on, built if it is not there
+    rows = [{"instruction": "hello there", "output": "a quiet yes"}]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = {"root": str(tmp_path / "sets"), "sources": [str(tmp_path / "rows.jsonl")], "template": "chatml"}
+    run.write_text(json.dumps({"model": str(small_tokenizer_dir), "data": data}))
+    assert main(["data", "show", str(run)]) == 0
+    assert "a quiet yes" in capsys.readouterr().out
