@@ -88,7 +88,7 @@ def _print_overview() -> int:
 def _refuse_verb(words: Sequence[str]) -> NoReturn:
     from flatout.config.names import FOREIGN_VERBS, WITHOUT_VERB  # lazy, so that --help stays instant
 
-    verb, other = f"there is no verb {words[0]!r}", words[0].lower()
+    verb, other = f"there is no command {words[0]!r}", words[0].lower()
     if other in ("resume", "continue", "restart"):
         settings = shlex.quote(f"runs/{words[1] if words[1:] else 'RUN'}/config.yaml")
         raise UsageError(f"{verb}: training a run's config.yaml continues it, such as `flatout train {settings}`")

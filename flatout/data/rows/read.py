@@ -21,7 +21,7 @@ from pathlib import PurePath
 from typing import Any, BinaryIO, Literal, NoReturn, Protocol
 
 from flatout.data.conversation import Origin
-from flatout.errors import DataError, first_line
+from flatout.errors import DataError, counted, first_line
 from flatout.io.json_file import JSONSyntaxError, parse_json
 
 BadRow = Callable[[DataError], None]
@@ -306,7 +306,11 @@ def _read_csv(path: DataFile, file: BinaryIO, bad_row: BadRow) -> Iterator[RawRo
                 yield RawRow(Origin(str(path), number), dict(zip(header, values, strict=True)))
             else:
                 where = f"{path}:{number} (line {reader.line_num})"
-                bad_row(DataError(f"{where}: {len(fields)} fields, header has {len(header)}; quote commas in text"))
+                advice = (
+                    "quote text that has commas" if len(fields) > len(header) else "write a comma for each empty field"
+                )
+                text = f"{where}: {counted(len(fields), 'field')}, but the header has {len(header)}; {advice}"
+                bad_row(DataError(text))
     except csv.Error as error:
         raise DataError(f"{path}: line {reader.line_num}: not readable as csv: {error}") from error
     finally:
