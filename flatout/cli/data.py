@@ -129,12 +129,12 @@ def _build(args: argparse.Namespace) -> None:
     with progress_console() as console:
         console.on_phase("importing libraries")
         import_without_gc("flatout.data.build")
-    from flatout.data import build as of_data
+    from flatout.data.build import open_or_build as open_or_build_data
 
     def build(config: DataConfig) -> TokenStore:
         with progress_console() as console:
             console.on_phase("opening the sources")
-            return of_data.open_or_build(
+            return open_or_build_data(
                 config,
                 args.tokenizer,
                 replaces=args.replace,

@@ -68,9 +68,7 @@ def make_cost(settings: PlanSettings, shape: ModelShape, recompute: Recompute = 
     is_full = settings.method == "full"
     matrix = sum(layer.num_active_weights for layer in shape.layers)
     adapter = 0 if is_full else shape.num_lora_params(settings.lora, used=True)
-    again = 1.0 if recompute in ("full", "offload") else 0.0
-    if isinstance(recompute, int):
-        again = min(1.0, recompute / shape.num_layers)
+    again = shape.num_recomputed(recompute) / shape.num_layers
     trained = 6 if is_full else 4
 
     def cost(of_matrix: float, of_adapter: float, pair: float, of_head: int) -> CostModel:

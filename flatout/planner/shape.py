@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from flatout.config.schema import LoraConfig
+from flatout.config.schema import LoraConfig, Recompute
 from flatout.errors import Fix, UsageError
 
 # bytes for each number of a picture: in fp32, of the micro-batch and of those prefetched
@@ -184,6 +184,12 @@ class ModelShape:
     def num_head_rows(self) -> int:
         """The rows of the matrix that label tokens are multiplied by."""
         return 0 if self.scores else self.vocab_size
+
+    def num_recomputed(self, recompute: Recompute) -> int:
+        """Return how many decoder layers compute everything again at a recompute level."""
+        if isinstance(recompute, int):
+            return min(recompute, self.num_layers)
+        return self.num_layers if recompute in ("full", "offload") else 0
 
     def targeted(self, lora: LoraConfig, *, of_experts: bool = False) -> dict[str, Linear]:
         """Return the linear layers that LoRA targets, or the experts' matrices, by full name."""

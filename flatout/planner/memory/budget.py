@@ -33,8 +33,8 @@ BUSY_TOKENS = 8192
 # H200, a pass of Qwen3-8B in NF4 costs 330 tokens in all: 17,357 tokens/s in 2.7 passes a step and 15,483 in 9.7. With
 # experts, of which a token computes few, both cost as many times more as there are weights for each computed one
 PASS_TOKENS, MOVING_TOKENS = 100, 120
-# what a level costs besides the layers' second forward pass, as a share of the rest: 17,900 tokens/s of Qwen3-8B in
-# bf16 become 17,362 with `budget`
+# what a level costs besides the layers' second forward pass, as a share of the rest. Qwen3-8B in bf16 on H200s has
+# 17,362 tokens/s with `budget`, and 17,874 without in another session
 LEVEL_SHARES = {"none": 0.0, "selective": 0.015, "budget": 0.035, "full": 0.0, "offload": 0.05}
 # share of the memory reserved for allocator waste, other kernels' workspaces and estimation error
 MARGIN = 0.06
@@ -395,7 +395,7 @@ def step_tokens(decision: MemoryDecision, tokens: TokenStatistics, device: Devic
     model, level = decision.model, decision.recompute
     assert model is not None
     settings, shape = model.settings, model.shape
-    again = model.num_recomputed(level) / shape.num_layers
+    again = shape.num_recomputed(level) / shape.num_layers
     # kept layers beside others that recompute are as with `budget`
     share = LEVEL_SHARES["budget"] * (1 - again) * model.compiled if isinstance(level, int) else LEVEL_SHARES[level]
     # FLOPs of a weight and token: 2 in a forward pass, 6 in training, 4 where weights have no gradients

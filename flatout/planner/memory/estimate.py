@@ -212,7 +212,7 @@ class MemoryModel:
         """Return what a process on the CPU holds beside the tensors of an estimate."""
         # an MLP's tensors are the widest: gate, up and their product
         width = sum(layer.mlp_elements for layer in self.shape.layers) / (3 * self.shape.num_layers)
-        block_bytes = MAPPED_BLOCK_BYTES if self.num_recomputed(recompute) else HEAP_BLOCK_BYTES
+        block_bytes = MAPPED_BLOCK_BYTES if self.shape.num_recomputed(recompute) else HEAP_BLOCK_BYTES
         heap_bytes = estimate.activations_bytes * (num_tokens * width * self.widths.compute < block_bytes)
         return PROCESS_BYTES + int(CPU_SHARE * estimate.total_bytes + HEAP_SHARE * heap_bytes)
 
@@ -266,7 +266,7 @@ class MemoryModel:
         backward_bytes = one_rank._backward_bytes(own_tokens, recompute, with_mlp=False) + CONSTANT_BYTES
         # without a kernel for pieces of documents (16 bit), attention over whole documents saves its inputs and output
         saved = 0 if self.precision in ("bf16", "fp16") else sum(layer.pair_width + layer.key_width for layer in layers)
-        num_kept = max(1, len(layers) - one_rank.num_recomputed(recompute))
+        num_kept = max(1, len(layers) - self.shape.num_recomputed(recompute))
         saved = saved * num_kept // len(layers)
         return replace(
             estimate,
@@ -368,7 +368,7 @@ class MemoryModel:
         return num_bytes if self.compiled else num_bytes * EAGER_SHARE
 
     def _activations_bytes(self, size: MicroBatchSize, recompute: Recompute) -> int:
-        shape, num_recomputed = self.shape, self.num_recomputed(recompute)
+        shape, num_recomputed = self.shape, self.shape.num_recomputed(recompute)
         num_kept = shape.num_layers - num_recomputed
         num_inputs = min(OFFLOAD_INPUTS, num_recomputed) if recompute == "offload" else num_recomputed
         kept_bytes = num_inputs * self.inputs_bytes(size.num_tokens) / shape.num_layers
@@ -379,13 +379,6 @@ class MemoryModel:
         copies = factors * self.widths.copies * max(1, num_kept) / shape.num_layers
         return int(kept_bytes + copies)
 
-    def num_recomputed(self, recompute: Recompute) -> int:
-        """Return how many decoder layers compute everything again."""
-        num_layers = self.shape.num_layers
-        if isinstance(recompute, int):
-            return min(recompute, num_layers)
-        return num_layers if recompute in ("full", "offload") else 0
-
     def describe(self, recompute: Recompute) -> str:
         """Return a level as text: a number with that of all layers."""
         return f"{recompute} of {self.shape.num_layers} layers" if isinstance(recompute, int) else recompute
@@ -393,7 +386,7 @@ class MemoryModel:
     def _again_bytes(self, num_tokens: int, recompute: Recompute, *, with_mlp: bool = True) -> float:
         """Return what the last layer computes again of the bytes that it saves without recomputation."""
         saved = self._layer_bytes(num_tokens, with_mlp=with_mlp)
-        if self.num_recomputed(recompute) == self.shape.num_layers:
+        if self.shape.num_recomputed(recompute) == self.shape.num_layers:
             return saved
         if recompute == "none" or not self.compiled:
             return 0.0

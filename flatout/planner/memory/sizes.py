@@ -114,7 +114,7 @@ class MeasuredPass:
 
 
 def fit_correction(passes: Sequence[MeasuredPass], *, most_bytes: int, most_pass_bytes: int) -> Correction | str:
-    """Return the line through measured two or more passes of ascending sizes, or why they correct nothing.
+    """Return the line through two or more measured passes of ascending sizes, or why they correct nothing.
 
     They do if the passes differ in size, those in between lie on the line, and another GPU can explain its slope.
     `most_bytes` and `most_pass_bytes` are planned for the run's largest pass. Where the line is within `TOLERANCE` of
